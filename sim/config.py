@@ -1,0 +1,135 @@
+"""Resolved configuration: frozen models that check themselves and refuse unknown keys.
+
+Defaults are those of `vllm serve` 0.22.0 on a card that its device rule does not know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+
+ASSUMED_MAX_MODEL_LEN = 131_072
+ASSUMED_NUM_GPU_BLOCKS = 40_000
+NUM_RESERVED_BLOCKS = 1
+"""Block 0 is the null block: never handed out, so a pool of N blocks serves N - 1."""
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Config):
+    """The served model, as far as scheduling and token identity need it."""
+
+    name: str | None = None
+    max_model_len: Positive = ASSUMED_MAX_MODEL_LEN
+    """Longest prompt + output in tokens."""
+    vocab_size: Positive = 32_000
+    eos_token_id: int | None = None
+
+
+class CacheConfig(Config):
+    """The paged KV cache."""
+
+    block_size: Positive = 16
+    """Tokens per block."""
+    num_gpu_blocks: Annotated[int, Field(ge=2)] = ASSUMED_NUM_GPU_BLOCKS
+    """Blocks in the pool, the null block 0 included."""
+    enable_prefix_caching: bool = True
+
+    @property
+    def usable_blocks(self) -> int:
+        return self.num_gpu_blocks - NUM_RESERVED_BLOCKS
+
+
+class SchedulerConfig(Config):
+    """The scheduler's limits and switches, named as in vLLM."""
+
+    max_num_seqs: Positive = 256
+    """Requests that may run at once (seats)."""
+    max_num_batched_tokens: Positive = 2048
+    """Tokens per step."""
+    max_num_scheduled_tokens: NotNegative | None = None
+    """A smaller budget per step than max_num_batched_tokens; None or 0: the same."""
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: NotNegative = 0
+    """Longest piece of a prompt taken in one step, in tokens; 0 is off."""
+    policy: str = "fcfs"
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only when its whole known sequence fits (the full-sequence gate)."""
+    async_scheduling: Literal[False] = False
+
+    @property
+    def token_budget(self) -> int:
+        return self.max_num_scheduled_tokens or self.max_num_batched_tokens
+
+
+class EngineConfig(Config):
+    """One engine. Raises pydantic's ValidationError for a value out of range or a combination that cannot run."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @model_validator(mode="after")
+    def _can_run(self) -> Self:
+        s, m = self.scheduler, self.model
+        if s.max_num_batched_tokens < s.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {s.max_num_batched_tokens} is below max_num_seqs {s.max_num_seqs}: "
+                "every running request needs a token of the budget"
+            )
+        if not s.enable_chunked_prefill and s.max_num_batched_tokens < m.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens {s.max_num_batched_tokens} is below max_model_len {m.max_model_len}: without "
+                "chunked prefill a longer prompt could never be scheduled"
+            )
+        fits = self.cache.usable_blocks * self.cache.block_size
+        if fits < m.max_model_len:
+            raise ValueError(
+                f"num_gpu_blocks {self.cache.num_gpu_blocks} (one of them reserved) of block_size "
+                f"{self.cache.block_size} hold {fits} tokens, below max_model_len {m.max_model_len}: raise the number "
+                f"of blocks or lower max_model_len to at most {fits}"
+            )
+        return self
+
+
+class ExecutorOptions(Config):
+    """What an executor (`--executor NAME|module:attribute`) is built from; None means: the executor decides."""
+
+    model: Path | None = None
+    """A local Hugging Face folder."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: the configuration alone, with random weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    block_size: Positive = 16
+    num_gpu_blocks: Annotated[int, Field(ge=2)] | None = None
+    kv_cache_memory_bytes: Positive | None = None
+    max_model_len: Positive | None = None
+    max_num_seqs: Positive = 256
+    max_num_batched_tokens: Positive = 2048
+    step_time_s: Annotated[float, Field(gt=0)] | None = None
+    """The constant executor's step time."""
+    seed: int = 0
+
+
+class RunConfig(Config):
+    """Everything that makes a run what it is; written to `run.json`."""
+
+    engine: EngineConfig
+    executor: str
+    """torch | constant | module:attribute"""
+    seed: int = 0
+    ignore_eos: bool = True
+    step_time_s: float | None = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    num_prompts: Positive | None = None
+    assumed: tuple[str, ...] = ()
+    """Settings that nobody gave and no model implied, in words."""

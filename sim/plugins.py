@@ -1,0 +1,71 @@
+"""Parts that are reached by name: executors, dashboards, policies, and anyone's own `module:attribute`.
+
+`sim` never imports the executor, the dashboard or Ray: it finds them here, through entry points, the way it
+would find somebody else's.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from servetwin.sim.config import ModelConfig
+from servetwin.sim.contract import StepTimer
+
+
+class PluginError(ValueError):
+    """A name that leads nowhere, or to something that a missing extra needs; the message says which."""
+
+
+class Executor(StepTimer, Protocol):
+    """A step timer that also knows its model and its memory. Built by calling its factory with ExecutorOptions."""
+
+    model_config: ModelConfig
+    num_gpu_blocks: int
+
+    def describe(self) -> dict[str, Any]:
+        """Hardware, versions and settings for `run.json`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+EXTRA_OF = {
+    "torch": "executor",
+    "triton": "executor",
+    "transformers": "executor",
+    "safetensors": "executor",
+    "tokenizers": "executor",
+    "glassllm": "models",
+    "streamlit": "dashboard",
+    "plotly": "dashboard",
+    "tsdownsample": "dashboard",
+    "ray": "ray",
+}
+
+
+def load(group: str, name: str) -> Any:
+    """The object behind a built-in name of the entry-point `group`, or behind `module:attribute`."""
+    try:
+        if ":" in name:
+            module, _, attribute = name.partition(":")
+            return _attribute(import_module(module), attribute, name)
+        for point in entry_points(group=group, name=name):
+            return point.load()
+    except ModuleNotFoundError as e:
+        missing = (e.name or "").partition(".")[0]
+        extra = EXTRA_OF.get(missing)
+        hint = f": pip install 'servetwin[{extra}]'" if extra else ""
+        raise PluginError(f"{name!r} needs the module {e.name!r}, which is not installed{hint}") from e
+    known = ", ".join(sorted(p.name for p in entry_points(group=group)))
+    raise PluginError(f"{name!r} is not known; allowed: {known or 'nothing'}, or module:attribute")
+
+
+def _attribute(module: Any, path: str, name: str) -> Any:
+    found = module
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise PluginError(f"{name!r}: module {module.__name__} has no attribute {path!r}")
+        found = getattr(found, part)
+    return found

@@ -1,0 +1,144 @@
+"""What the engine says about its own decisions, beyond the plan: plain records for the log and for `decide`.
+
+Nothing here feeds back into scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from servetwin.sim.contract import SchedulerOutput
+
+
+class WaitReason(StrEnum):
+    """Why a request was not admitted in a step."""
+
+    SEATS = "seats"
+    """max_num_seqs requests run already."""
+    BLOCKS = "blocks"
+    """The blocks for its first chunk are not free."""
+    GATE = "full-sequence gate"
+    """The blocks for its whole known sequence are not free (scheduler_reserve_full_isl)."""
+    BUDGET = "token budget"
+    """This step's tokens are spent, or too few are left for an unchunked prompt."""
+    HEAD_OF_LINE = "head of line"
+    """Another request stands before it, and that one waits."""
+    PREEMPTION = "preemption"
+    """A request was preempted in this step, which closes admission for the step."""
+
+
+@dataclass(slots=True)
+class PrefixCacheStats:
+    """Prefix-cache lookups of one schedule call, in tokens; requests preempted before are counted apart.
+
+    A refused head of the queue is counted again in every step that tries it, as in vLLM.
+    """
+
+    requests: int = 0
+    queries: int = 0
+    hits: int = 0
+    preempted_requests: int = 0
+    preempted_queries: int = 0
+    preempted_hits: int = 0
+
+
+@dataclass(slots=True)
+class Admission:
+    """A request moved from waiting to running in this step."""
+
+    request_id: str
+    resumed: bool
+    """It had run before and was preempted."""
+    hit_tokens: int
+    """Prompt (and output) tokens found in the prefix cache."""
+    blocks: int
+    """Blocks it holds after admission."""
+
+
+@dataclass(slots=True)
+class Preemption:
+    """A running request that lost its blocks in this step."""
+
+    request_id: str
+    computed_tokens: int
+    """Computed tokens it lost (some may be found again in the prefix cache)."""
+    blocks: int
+    """Blocks it gave back."""
+    unscheduled: bool
+    """It had been scheduled earlier in this same step."""
+
+
+@dataclass(slots=True)
+class ScheduleRecord:
+    """One schedule call. Counts of requests and blocks are taken after it, before the update."""
+
+    admitted: list[Admission] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
+    prefix: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+    head: str | None = None
+    """The waiting request that would be admitted next; None when nobody waits."""
+    head_reason: WaitReason | None = None
+    recomputed: dict[str, int] = field(default_factory=dict)
+    """Per request: tokens of this step that it had computed before it was preempted (hits excluded)."""
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_rows: int = 0
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    cached_free_blocks: int = 0
+    """Free blocks whose content can still be hit."""
+    free_blocks: int = 0
+    """Free blocks without content; used + cached_free + free = usable blocks."""
+    evictions: int = 0
+    """Cached contents dropped because their block was taken for something else."""
+
+
+@dataclass(slots=True)
+class BlockChange:
+    """A change of one block's content or use, in the order of happening."""
+
+    block_id: int
+    kind: str
+    """"take": handed to request_id with no content; "evict": its cached content is dropped (a take follows);
+    "hash": its content became findable under `prefix_id`; "touch": request_id shares it or takes it back from
+    the free queue; "release": one reference less, `references` are left."""
+    request_id: str | None = None
+    prefix_id: str | None = None
+    references: int = 0
+    """References after the change."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """A step between schedule and update."""
+
+    step: int
+    """0-based number of the schedule call."""
+    start_ns: int
+    """Simulated instant of the schedule call."""
+    plan: SchedulerOutput
+    record: ScheduleRecord
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """What one request got out of one step."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    """"length", "stop", "abort", ... when it ended with this step."""
+    stop_reason: int | None = None
+    """The stop token that ended it, if one did."""
+
+
+@dataclass(slots=True)
+class EngineCoreOutputs:
+    """What one update gave out, in scheduling order."""
+
+    step: int
+    outputs: list[EngineCoreOutput] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    """Requests that ended in this update, in that order."""

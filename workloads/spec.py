@@ -1,0 +1,145 @@
+"""What a workload is: a stream of requests, as pure data.
+
+`RequestSpec` is one request as the sender knows it. Times are seconds since the start of the workload
+(files and screens use seconds; the simulator turns them into integer nanoseconds at its door).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+
+class WorkloadError(ValueError):
+    """Input that cannot be used; the message names the file, the row, the field, the value and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSpec:
+    """One request of a workload.
+
+    The prompt is given either by its tokens (`prompt_token_ids`) or by its length (`prompt_tokens`),
+    optionally with the identity of its leading part (`prefix_ids`).
+    """
+
+    request_id: str
+    arrival_s: float
+    """Send time in seconds since the start of the workload, >= 0."""
+    prompt_tokens: int
+    """Number of prompt tokens, >= 1."""
+    output_tokens: int
+    """Number of tokens to generate, >= 1: the request's max_tokens."""
+    prompt_token_ids: tuple[int, ...] | None = None
+    """The prompt itself; its length equals `prompt_tokens`."""
+    output_token_ids: tuple[int, ...] | None = None
+    """What the recorded engine answered; only modelled step times replay it."""
+    priority: int = 0
+    """Lower is more urgent, as in vLLM."""
+    session_id: str | None = None
+    turn: int | None = None
+    """0-based place in its session."""
+    think_time_s: float | None = None
+    """Seconds between the end of the previous turn and the sending of this one."""
+    prefix_ids: tuple[int, ...] | None = None
+    """Identity of the prompt's leading blocks of `prefix_block_tokens` tokens: an equal id is an equal run of tokens."""
+    prefix_block_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool | None = None
+    """None: as the run says (`--ignore-eos`, on for traces)."""
+    abort_s: float | None = None
+    """When the client gives up, seconds since the start of the workload."""
+    client_id: str | None = None
+    source_row: int | None = None
+    """1-based data row in the file it came from, for messages."""
+
+    def __post_init__(self) -> None:
+        for name, problem in self._problems():
+            raise WorkloadError(f"request {self.request_id!r}: {name} {getattr(self, name)!r} {problem}")
+
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        if not self.arrival_s >= 0 or self.arrival_s == float("inf"):
+            yield "arrival_s", "must be a finite number of seconds, 0 or more"
+        if self.prompt_tokens < 1:
+            yield "prompt_tokens", "must be 1 or more"
+        if self.output_tokens < 1:
+            yield "output_tokens", "must be 1 or more"
+        if self.prompt_token_ids is not None and len(self.prompt_token_ids) != self.prompt_tokens:
+            yield "prompt_tokens", f"differs from the {len(self.prompt_token_ids)} prompt_token_ids"
+        if not 0 <= self.min_tokens <= self.output_tokens:
+            yield "min_tokens", f"must be between 0 and output_tokens ({self.output_tokens})"
+        if self.abort_s is not None and not 0 <= self.abort_s < float("inf"):
+            yield "abort_s", "must be a finite number of seconds, 0 or more"
+        if self.think_time_s is not None and not 0 <= self.think_time_s < float("inf"):
+            yield "think_time_s", "must be a finite number of seconds, 0 or more"
+        yield from self._prefix_problems()
+
+    def _prefix_problems(self) -> Iterator[tuple[str, str]]:
+        if self.prefix_ids is None:
+            return
+        if self.prompt_token_ids is not None:
+            yield "prefix_ids", "cannot stand beside prompt_token_ids, which say the same"
+        if self.prefix_block_tokens is None or self.prefix_block_tokens < 1:
+            yield "prefix_block_tokens", "must be 1 or more where prefix_ids are given"
+        elif (len(self.prefix_ids) - 1) * self.prefix_block_tokens >= self.prompt_tokens:
+            yield (
+                "prefix_ids",
+                f"names {len(self.prefix_ids)} blocks of {self.prefix_block_tokens} tokens, more than a prompt of "
+                f"{self.prompt_tokens} tokens has",
+            )
+
+
+@runtime_checkable
+class Workload(Protocol):
+    """A source of requests, open or closed loop.
+
+    A workload that never reacts to `finished` may say so with a class attribute `open_loop = True`; the
+    driver then reads one request ahead and no more.
+    """
+
+    def next(self) -> RequestSpec | None:
+        """The next request to send, or None: nothing more is known (for now, in a closed loop).
+
+        Requests of an open loop come in order of `arrival_s`.
+        """
+        ...
+
+    def finished(self, request_id: str, now_ns: int) -> None:
+        """A request has ended (finished, aborted or refused) at `now_ns` nanoseconds of simulated time."""
+        ...
+
+
+@dataclass
+class ListWorkload:
+    """An open-loop workload held in memory, sent in order of arrival (ties keep their order)."""
+
+    requests: Sequence[RequestSpec]
+    about: dict[str, Any] = field(default_factory=dict)
+    """Where it came from: format, rows read, emitted, dropped by reason; copied into `run.json`."""
+
+    open_loop = True
+
+    def __post_init__(self) -> None:
+        self.requests = sorted(self.requests, key=lambda r: r.arrival_s)
+        self._rest: Iterator[RequestSpec] = iter(self.requests)
+
+    def next(self) -> RequestSpec | None:
+        return next(self._rest, None)
+
+    def finished(self, request_id: str, now_ns: int) -> None:
+        """Nothing depends on it: the arrivals are fixed."""
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
+def check_unique_ids(requests: Iterable[RequestSpec]) -> None:
+    """Raises WorkloadError when two requests carry the same id."""
+    seen: dict[str, int | None] = {}
+    for r in requests:
+        if r.request_id in seen:
+            raise WorkloadError(
+                f"row {r.source_row}: request_id {r.request_id!r} was used before (row {seen[r.request_id]}); ids must be unique"
+            )
+        seen[r.request_id] = r.source_row
