@@ -138,7 +138,6 @@ class EngineCoreOutput:
 class EngineCoreOutputs:
     """What one update gave out, in scheduling order."""
 
-    step: int
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     """Requests that ended in this update, in that order."""

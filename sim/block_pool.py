@@ -1,0 +1,183 @@
+"""The pool of KV blocks: one free queue, reference counts, and the map from content to block.
+
+Rules of `vllm/v1/core/block_pool.py` 0.22.0: block 0 is the null block and never handed out; allocation takes
+from the front of the free queue, freed blocks go to its back, hashed or not; a hash survives until its block is
+taken for something else; equal content may lie in several blocks, of which the oldest is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from servetwin.sim.block_hash import BlockHash
+from servetwin.sim.records import BlockChange
+
+_COMPACT_ABOVE = 4096
+"""Dead entries at the front of the free list that are worth cutting off."""
+
+
+class BlockPool:
+    """Blocks 1 .. num_gpu_blocks - 1.
+
+    The free queue is a flat list with a head index. A block that is hit while free is not searched for in the
+    list: its entry is counted as stale and skipped when it reaches the front (stale entries of a block always lie
+    before its valid one, so counting is exact).
+    """
+
+    def __init__(self, num_gpu_blocks: int, *, journal: bool = False) -> None:
+        self.num_gpu_blocks = num_gpu_blocks
+        self.num_free = num_gpu_blocks - 1
+        self.num_cached_free = 0
+        """Free blocks whose content can still be hit."""
+        self.num_evictions = 0
+        """Cached contents dropped since the start."""
+        self.journal: list[BlockChange] | None = [] if journal else None
+        self._queue = list(range(1, num_gpu_blocks))
+        self._head = 0
+        self._stale: dict[int, int] = {}
+        self._references = [0] * num_gpu_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_gpu_blocks
+        self._blocks_of: dict[BlockHash, int | dict[int, None]] = {}
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def num_cached_hashes(self) -> int:
+        """Distinct contents that can be hit."""
+        return len(self._blocks_of)
+
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+    def hash_of(self, block: int) -> BlockHash | None:
+        return self._hash_of[block]
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """The oldest block with this content. Looking does not change the order of eviction."""
+        found = self._blocks_of.get(block_hash)
+        if isinstance(found, dict):
+            return next(iter(found))
+        return found
+
+    def free_queue(self) -> list[int]:
+        """The free blocks, next to be taken first."""
+        stale = dict(self._stale)
+        blocks = []
+        for block in self._queue[self._head :]:
+            if stale.get(block):
+                stale[block] -= 1
+            else:
+                blocks.append(block)
+        return blocks
+
+    # ------------------------------------------------------------ changes
+
+    def take(self, count: int, request_id: str) -> list[int]:
+        """The first `count` free blocks, without content. The caller has checked `num_free`."""
+        assert count <= self.num_free, "checked by the KV-cache manager"
+        blocks = self._pop_front(count)
+        self.num_free -= count
+        for block in blocks:
+            self._references[block] = 1
+            if self._hash_of[block] is not None:
+                self._evict(block)
+        if self.journal is not None:
+            self.journal += [BlockChange(b, "take", request_id, references=1) for b in blocks]
+        return blocks
+
+    def touch(self, blocks: Sequence[int], request_id: str) -> None:
+        """One reference more on each block of a prefix hit; free ones leave the free queue."""
+        for block in blocks:
+            if self._references[block] == 0:
+                self._stale[block] = self._stale.get(block, 0) + 1
+                self.num_free -= 1
+                self.num_cached_free -= 1
+            self._references[block] += 1
+            if self.journal is not None:
+                self.journal.append(BlockChange(block, "touch", request_id, references=self._references[block]))
+
+    def release(self, blocks: Iterable[int], request_id: str) -> None:
+        """One reference less on each block, in this order; those with none left go to the back of the free queue."""
+        for block in blocks:
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._queue.append(block)
+                self.num_free += 1
+                if self._hash_of[block] is not None:
+                    self.num_cached_free += 1
+            if self.journal is not None:
+                self.journal.append(BlockChange(block, "release", request_id, references=self._references[block]))
+
+    def insert(self, block: int, block_hash: BlockHash) -> None:
+        """Makes the content of a block in use findable, beside older blocks with the same content."""
+        self._hash_of[block] = block_hash
+        present = self._blocks_of.get(block_hash)
+        if present is None:
+            self._blocks_of[block_hash] = block
+        elif isinstance(present, dict):
+            present[block] = None
+        else:
+            self._blocks_of[block_hash] = {present: None, block: None}
+        if self.journal is not None:
+            self.journal.append(
+                BlockChange(block, "hash", prefix_id=_text(block_hash), references=self._references[block])
+            )
+
+    def _pop_front(self, count: int) -> list[int]:
+        if not self._stale:
+            blocks = self._queue[self._head : self._head + count]
+            self._head += count
+        else:
+            blocks = [self._pop_valid() for _ in range(count)]
+        if self._head > _COMPACT_ABOVE and self._head * 2 > len(self._queue):
+            del self._queue[: self._head]
+            self._head = 0
+        return blocks
+
+    def _pop_valid(self) -> int:
+        while True:
+            block = self._queue[self._head]
+            self._head += 1
+            left = self._stale.get(block)
+            if left is None:
+                return block
+            if left == 1:
+                del self._stale[block]
+            else:
+                self._stale[block] = left - 1
+
+    def _evict(self, block: int) -> None:
+        block_hash = self._hash_of[block]
+        assert block_hash is not None
+        self._hash_of[block] = None
+        self.num_cached_free -= 1
+        self.num_evictions += 1
+        holders = self._blocks_of[block_hash]
+        if isinstance(holders, dict) and len(holders) > 1:
+            del holders[block]
+        else:
+            del self._blocks_of[block_hash]
+        if self.journal is not None:
+            self.journal.append(BlockChange(block, "evict", prefix_id=_text(block_hash)))
+
+    # ------------------------------------------------------------ the books
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the pool's books do not balance."""
+        free = self.free_queue()
+        assert len(free) == len(set(free)) == self.num_free, f"free queue {free} against num_free {self.num_free}"
+        assert 0 not in free, "the null block is in the free queue"
+        in_use = [b for b in range(1, self.num_gpu_blocks) if self._references[b] > 0]
+        assert sorted(free + in_use) == list(range(1, self.num_gpu_blocks)), "a block is lost or twice there"
+        cached_free = sum(self._hash_of[b] is not None for b in free)
+        assert cached_free == self.num_cached_free, f"{cached_free} cached free blocks, counted {self.num_cached_free}"
+        hashed = {b: h for b, h in enumerate(self._hash_of) if h is not None}
+        listed = {b: h for h, holders in self._blocks_of.items() for b in ([holders] if isinstance(holders, int) else holders)}
+        assert hashed == listed, "the map from content to block differs from the blocks' own hashes"
+
+
+def _text(block_hash: BlockHash) -> str:
+    """A hash as text for the log."""
+    if isinstance(block_hash, bytes):
+        return block_hash.hex()
+    return f"{block_hash[0]}#{block_hash[1]}"

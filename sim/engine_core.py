@@ -1,0 +1,98 @@
+"""The engine's core: a scheduler and the steps in flight, without clock, threads or SimPy.
+
+`begin` schedules a step, somebody runs its plan, `complete` takes the result in. The drivers
+(`sim/engine_process.py` in simulated time) decide when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from servetwin.sim.config import EngineConfig
+from servetwin.sim.contract import ModelRunnerOutput
+from servetwin.sim.kv_cache_manager import cdiv
+from servetwin.sim.policy import SchedulingPolicy
+from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame
+from servetwin.sim.request import Request, RequestStatus
+from servetwin.sim.scheduler import Scheduler
+
+
+class EngineCore:
+    """One engine. Arguments as for `Scheduler`."""
+
+    batch_queue_size = 1
+    """Steps that may be in flight: 1 is synchronous scheduling."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: SchedulingPolicy | None = None,
+        *,
+        plan_tokens: bool = True,
+        journal: bool = False,
+    ) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config, policy, plan_tokens=plan_tokens, journal=journal)
+        self.in_flight: deque[Frame] = deque()
+        self._next_step = 0
+
+    def refusal(self, request: Request) -> str | None:
+        """Why this request could never run to its end, in words; None when it can.
+
+        vLLM refuses the first kind in its front end; the others make 0.22.0 wait or spin for ever.
+        """
+        limit = self.config.model.max_model_len
+        prompt, room = request.num_prompt_tokens, limit - request.num_prompt_tokens
+        if room < 1:
+            return f"prompt of {prompt} tokens leaves no room for output: max_model_len is {limit}"
+        if request.sampling_params.min_tokens > room:
+            return (
+                f"min_tokens {request.sampling_params.min_tokens} cannot be reached: a prompt of {prompt} tokens "
+                f"leaves {room} of max_model_len {limit}"
+            )
+        # The last token that can be sampled is never computed.
+        most = cdiv(min(prompt + request.max_tokens, limit) - 1, self.config.cache.block_size)
+        if most > self.config.cache.usable_blocks:
+            return (
+                f"prompt of {prompt} and output of {min(request.max_tokens, room)} tokens need {most} blocks; "
+                f"the pool has {self.config.cache.usable_blocks} usable ones"
+            )
+        return None
+
+    def add_request(self, request: Request, now: int) -> None:
+        """Queues a request (checked with `refusal` before)."""
+        self.scheduler.add_request(request, now)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
+        """Ends requests at the client's wish; returns those that were known and unfinished."""
+        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def has_work(self) -> bool:
+        """A step is due: something is unfinished, or the worker has not heard yet of something that ended."""
+        return self.scheduler.has_unfinished_requests() or self.scheduler.has_finished_requests()
+
+    def begin(self, now: int) -> Frame | None:
+        """Schedules the next step at time `now` (ns); None when nothing is to be done or enough steps are in flight."""
+        if not self.has_work() or len(self.in_flight) >= self.batch_queue_size:
+            return None
+        plan, record = self.scheduler.schedule(now)
+        frame = Frame(self._next_step, now, plan, record)
+        self._next_step += 1
+        self.in_flight.append(frame)
+        return frame
+
+    def complete(self, frame: Frame, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        """Takes in the result of the oldest step in flight."""
+        assert self.in_flight and self.in_flight[0] is frame, "steps complete in the order in which they began"
+        self.in_flight.popleft()
+        return self.scheduler.update_from_output(frame.plan, output)
+
+    def drain_block_changes(self) -> list[BlockChange]:
+        """The block changes since the last call (empty unless built with `journal`)."""
+        journal = self.scheduler.kv.pool.journal
+        if not journal:
+            return []
+        changes = list(journal)
+        journal.clear()
+        return changes

@@ -1,0 +1,214 @@
+"""Scenarios: small, fully determined inputs for the scheduler, and the functions that make their tokens.
+
+Every token is a CRC-32 of an ASCII text, so any implementation in any language can produce the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+from zlib import crc32
+
+from pydantic import Field, ValidationError, model_validator
+
+from servetwin.sim.config import (
+    CacheConfig,
+    Config,
+    EngineConfig,
+    ModelConfig,
+    NotNegative,
+    Positive,
+    SchedulerConfig,
+)
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be run; the message names the file, the field, the value and what is allowed."""
+
+
+Segment = tuple[Literal["p", "o"], str, NotNegative, NotNegative]
+
+
+class ScenarioConfig(Config):
+    """The engine of a scenario. Defaults are the format's, not the command line's."""
+
+    max_num_seqs: Positive = 16
+    max_num_batched_tokens: Positive = 256
+    max_num_scheduled_tokens: NotNegative | None = None
+    block_size: Positive = 16
+    num_gpu_blocks: Annotated[int, Field(ge=2)] = 1000
+    max_model_len: Positive = 512
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    long_prefill_token_threshold: NotNegative = 0
+    scheduler_reserve_full_isl: bool = True
+    async_scheduling: bool = False
+    use_v2_model_runner: bool = False
+    spec: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _supported(self) -> Self:
+        for name in ("async_scheduling", "use_v2_model_runner", "spec"):
+            if getattr(self, name):
+                raise ValueError(f"{name} {getattr(self, name)!r} is not supported yet; allowed: false or null")
+        return self
+
+
+class ScenarioModel(Config):
+    """The "model" whose tokens the scenario's requests produce."""
+
+    seed: int
+    vocab_size: Positive
+    eos_token_id: int | None = None
+
+
+class StepTime(Config):
+    """Duration of a step in ns: base + per token + per scheduled request; an empty step takes `empty_ns`."""
+
+    base_ns: NotNegative
+    per_token_ns: NotNegative = 0
+    per_req_ns: NotNegative = 0
+    empty_ns: NotNegative = 0
+
+    def duration_ns(self, num_tokens: int, num_requests: int) -> int:
+        if num_tokens == 0:
+            return self.empty_ns
+        return self.base_ns + self.per_token_ns * num_tokens + self.per_req_ns * num_requests
+
+
+class ScenarioRequest(Config):
+    """One request of a scenario; times in steps or ns, as the scenario's time_mode says."""
+
+    id: str
+    prompt_token_ids: tuple[NotNegative, ...] | None = None
+    prompt_segments: tuple[Segment, ...] | None = None
+    max_tokens: Positive
+    arrival_step: NotNegative | None = None
+    arrival_ns: NotNegative | None = None
+    abort_step: NotNegative | None = None
+    abort_ns: NotNegative | None = None
+    abort_phase: Literal["before", "during"] = "before"
+    priority: int = 0
+    min_tokens: NotNegative = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    out_key: str | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.prompt_token_ids is None) == (self.prompt_segments is None):
+            raise ValueError("give either prompt_token_ids or prompt_segments")
+        if not (self.prompt_token_ids or self.prompt_segments):
+            raise ValueError("the prompt is empty")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        return self
+
+
+class Scenario(Config):
+    """A scenario file."""
+
+    name: str = ""
+    about: str = ""
+    engine: str = ""
+    config: ScenarioConfig = ScenarioConfig()
+    model: ScenarioModel
+    time_mode: Literal["step", "clock"] = "step"
+    step_time: StepTime | None = None
+    requests: tuple[ScenarioRequest, ...]
+
+    @model_validator(mode="after")
+    def _times(self) -> Self:
+        clock = self.time_mode == "clock"
+        if clock and self.step_time is None:
+            raise ValueError("time_mode clock needs step_time")
+        wanted, other = ("ns", "step") if clock else ("step", "ns")
+        for request in self.requests:
+            if getattr(request, f"arrival_{wanted}") is None:
+                raise ValueError(f"request {request.id!r}: arrival_{wanted} is missing (time_mode {self.time_mode})")
+            for field in (f"arrival_{other}", f"abort_{other}"):
+                if getattr(request, field) is not None:
+                    raise ValueError(f"request {request.id!r}: {field} does not go with time_mode {self.time_mode}")
+        ids = [r.id for r in self.requests]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"request id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
+        return self
+
+    def engine_config(self) -> EngineConfig:
+        """The configuration of the engine; raises pydantic's ValidationError when it can never run."""
+        c = self.config
+        return EngineConfig(
+            model=ModelConfig(
+                max_model_len=c.max_model_len,
+                vocab_size=self.model.vocab_size,
+                eos_token_id=self.model.eos_token_id,
+            ),
+            cache=CacheConfig(
+                block_size=c.block_size,
+                num_gpu_blocks=c.num_gpu_blocks,
+                enable_prefix_caching=c.enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=c.max_num_seqs,
+                max_num_batched_tokens=c.max_num_batched_tokens,
+                max_num_scheduled_tokens=c.max_num_scheduled_tokens,
+                enable_chunked_prefill=c.enable_chunked_prefill,
+                long_prefill_token_threshold=c.long_prefill_token_threshold,
+                policy=c.policy,
+                scheduler_reserve_full_isl=c.scheduler_reserve_full_isl,
+            ),
+        )
+
+    def prompt(self, request: ScenarioRequest) -> tuple[int, ...]:
+        """The request's prompt tokens."""
+        if request.prompt_token_ids is not None:
+            return request.prompt_token_ids
+        ids: list[int] = []
+        for kind, key, start, length in request.prompt_segments or ():
+            for index in range(start, start + length):
+                ids.append(self.prompt_token(key, index) if kind == "p" else self.output_token(key, index))
+        return tuple(ids)
+
+    def prompt_token(self, stream: str, index: int) -> int:
+        """Token `index` of a named prompt stream."""
+        return _crc(f"p|{stream}|{index}") % self.model.vocab_size
+
+    def output_token(self, out_key: str, index: int) -> int:
+        """Output token `index` (0 = first generated)."""
+        return _crc(f"o|{self.model.seed}|{out_key}|{index}") % self.model.vocab_size
+
+
+def list_crc(items: Iterable[object]) -> int:
+    """Order-sensitive fingerprint of a list of ids."""
+    return _crc(",".join(str(x) for x in items))
+
+
+def _crc(text: str) -> int:
+    return crc32(text.encode("ascii"))
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Reads a scenario file. Raises ScenarioError."""
+    try:
+        text = path.read_bytes()
+    except OSError as e:
+        raise ScenarioError(f"{path}: {e.strerror or e}") from e
+    try:
+        return Scenario.model_validate_json(text)
+    except ValidationError as e:
+        raise ScenarioError(f"{path}: {explain(e)}") from e
+
+
+def explain(error: ValidationError) -> str:
+    """The first problem of a validation error as one line: field, value, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(x) for x in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("value_error", "missing", "json_invalid"):
+        line = f"{place}: {message}" if place else message
+    else:
+        line = f"{place} {first['input']!r}: {message}"
+    more = error.error_count() - 1
+    return f"{line} (and {more} more)" if more else line

@@ -1,0 +1,231 @@
+"""The tables of the event log: their columns, their buffers while a run goes on, and the frames a reader gets.
+
+A buffer holds integer nanoseconds; they become seconds (one division) when a part is made of it. Everything
+that is shown or summarised is computed from the frames, so a log in memory and a log on disk take the same way.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+    import pyarrow as pa
+
+NANOSECONDS = 1_000_000_000
+NEVER = -1
+"""In a column of times: it has not happened. Simulated time is never negative; a part says null."""
+
+Kind = Literal["time", "count", "text", "seconds"]
+"""time: integer ns in the buffer, seconds in a part; count: an integer; text: a string or None; seconds: a float
+or None, from a source that knows no clock."""
+ColumnValues = array[int] | list[str | None] | list[float | None]
+
+SCHEMAS: dict[str, dict[str, Kind]] = {
+    "requests": {
+        "request_id": "text",
+        "num_prompt_tokens": "count",
+        "num_output_tokens": "count",
+        "arrival_s": "time",
+        "queued_s": "time",
+        "first_scheduled_s": "time",
+        "first_token_s": "time",
+        "last_token_s": "time",
+        "finish_s": "time",
+        "preemptions": "count",
+        "cached_tokens": "count",
+        "recomputed_tokens": "count",
+        "finish_reason": "text",
+        "priority": "count",
+        "session_id": "text",
+    },
+    "steps": {
+        "start_s": "time",
+        "prepare_s": "time",
+        "device_s": "time",
+        "host_s": "time",
+        "source": "text",
+        "predicted_s": "seconds",
+        "prefill_tokens": "count",
+        "decode_tokens": "count",
+        "rows": "count",
+        "decode_rows": "count",
+        "running": "count",
+        "waiting": "count",
+        "used_blocks": "count",
+        "cached_free_blocks": "count",
+        "free_blocks": "count",
+        "preemptions": "count",
+        "evictions": "count",
+        "prefix_query_tokens": "count",
+        "prefix_hit_tokens": "count",
+        "preempted_query_tokens": "count",
+        "preempted_hit_tokens": "count",
+        "recomputed_tokens": "count",
+    },
+    "events": {
+        "time_s": "time",
+        "request_id": "text",
+        "kind": "text",
+        "reason": "text",
+        "until_s": "time",
+        "computed_tokens": "count",
+        "blocks": "count",
+    },
+    "blocks": {
+        "block_id": "count",
+        "request_id": "text",
+        "prefix_id": "text",
+        "from_s": "time",
+        "to_s": "time",
+        "ended": "text",
+        "peak_references": "count",
+    },
+    "itl": {"time_s": "time", "gap_s": "time", "samples": "count"},
+    "tokens": {"request_id": "text", "index": "count", "token_id": "count", "time_s": "time"},
+}
+"""`itl` holds the gaps between the outputs of a request, pooled: `samples` gaps of `gap_s` ended at `time_s`.
+Negative `samples` take back the gaps of a request that ended without completing (aborted, or open at the end)."""
+
+ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}
+"""Rows are written when they are complete; a reader sorts them by this column, ties in order of writing."""
+
+NOT_COMPARED = ("source", "predicted_", "wall_")
+"""Columns whose names begin so say where a number came from; two equal logs may differ in them."""
+
+
+def ns_from_s(seconds: float) -> int:
+    """The instant of a workload's `arrival_s` or `abort_s` on the simulated clock: the nearest nanosecond."""
+    return round(seconds * NANOSECONDS)
+
+
+class Columns:
+    """The rows of one table that are not written yet, column by column."""
+
+    def __init__(self, table: str) -> None:
+        self.schema = SCHEMAS[table]
+        self.values: dict[str, ColumnValues] = {name: _empty(kind) for name, kind in self.schema.items()}
+        self._appends = [column.append for column in self.values.values()]
+
+    def append(self, *row: int | float | str | None) -> None:
+        """One row, in the order of the schema: times in ns (NEVER: null), counts, texts."""
+        for append, value in zip(self._appends, row, strict=True):
+            append(value)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+    def to_arrow(self) -> pa.Table:
+        """The rows as they stand in a part: times in seconds."""
+        import pyarrow as pa
+
+        schema = arrow_schema(self.schema)
+        arrays = [_arrow_array(self.values[name], kind) for name, kind in self.schema.items()]
+        return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _empty(kind: Kind) -> ColumnValues:
+    return array("q") if kind in ("time", "count") else []
+
+
+def _arrow_array(values: ColumnValues, kind: Kind) -> pa.Array:
+    import numpy as np
+    import pyarrow as pa
+
+    if kind == "time":
+        ns = np.array(values, dtype=np.int64)
+        return pa.array(ns / NANOSECONDS, mask=ns == NEVER)
+    if kind == "count":
+        return pa.array(np.array(values, dtype=np.int64))
+    return pa.array(values, type=_arrow_type(kind))
+
+
+def _arrow_type(kind: Kind) -> pa.DataType:
+    import pyarrow as pa
+
+    return {"time": pa.float64(), "seconds": pa.float64(), "count": pa.int64(), "text": pa.string()}[kind]
+
+
+def arrow_schema(schema: Mapping[str, Kind]) -> pa.Schema:
+    """The Arrow schema of a part."""
+    import pyarrow as pa
+
+    return pa.schema([(name, _arrow_type(kind)) for name, kind in schema.items()])
+
+
+class Tables:
+    """The tables of one run as pandas frames, each made when it is first asked for."""
+
+    def parts(self, table: str) -> Sequence[pa.Table]:
+        """The complete parts of a table in order of writing; none when nothing was written yet."""
+        raise NotImplementedError
+
+    def frame(self, table: str) -> pd.DataFrame:
+        """All rows of a table, with the right columns and types also when there are none."""
+        import pyarrow as pa
+
+        parts = self.parts(table)
+        frame: pd.DataFrame = pa.concat_tables(
+            [arrow_schema(SCHEMAS[table]).empty_table(), *parts]
+        ).to_pandas()
+        if table in ORDER:
+            frame = frame.sort_values(ORDER[table], kind="stable", ignore_index=True)
+        return frame
+
+    @cached_property
+    def requests(self) -> pd.DataFrame:
+        return self.frame("requests")
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        return self.frame("steps")
+
+    @cached_property
+    def events(self) -> pd.DataFrame:
+        return self.frame("events")
+
+    @cached_property
+    def blocks(self) -> pd.DataFrame:
+        return self.frame("blocks")
+
+    @cached_property
+    def itl(self) -> pd.DataFrame:
+        return self.frame("itl")
+
+    @cached_property
+    def tokens(self) -> pd.DataFrame:
+        return self.frame("tokens")
+
+
+def differences(a: Tables, b: Tables) -> list[str]:
+    """Where two logs differ, one line per table and column; columns of NOT_COMPARED do not count."""
+    return [line for table in SCHEMAS for line in _frame_differences(table, a.frame(table), b.frame(table))]
+
+
+def tables_equal(a: Tables, b: Tables) -> bool:
+    """Whether two logs say the same about a run."""
+    return not differences(a, b)
+
+
+def _frame_differences(table: str, a: pd.DataFrame, b: pd.DataFrame) -> Iterator[str]:
+    if len(a) != len(b):
+        yield f"{table}: {len(a)} rows against {len(b)}"
+        return
+    for column in a.columns:
+        if column.startswith(NOT_COMPARED):
+            continue
+        unequal = (a[column] != b[column]) & ~(a[column].isna() & b[column].isna())
+        if unequal.any():
+            row = int(unequal.to_numpy().argmax())
+            yield f"{table}.{column}: row {row}: {a[column][row]!r} against {b[column][row]!r}"
+
+
+def ns_array(seconds: pd.Series[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """A column of seconds as whole nanoseconds (float64, NaN for null): differences of them are exact."""
+    import numpy as np
+
+    return np.rint(seconds.to_numpy(dtype=np.float64) * NANOSECONDS)

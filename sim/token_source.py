@@ -1,0 +1,121 @@
+"""Where token ids come from when no model produces them, and what a prompt known by length only consists of.
+
+Prompt ids: from the trace; else derived from its prefix ids (an equal id is an equal run of tokens, for every
+block size); else unique to the request. Output ids: from the trace; else a hash of (seed, request, index).
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servetwin.sim.block_hash import NOT_TOKENS, Prompt, token_content
+from servetwin.workloads.spec import RequestSpec
+
+_U64 = np.uint64
+
+
+def _mix(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64: a bijection of 64-bit words whose outputs look random."""
+    with np.errstate(over="ignore"):
+        keys = (keys ^ (keys >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+        keys = (keys ^ (keys >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return keys ^ (keys >> _U64(31))
+
+
+def _run_of_tokens(key: int, start: int, stop: int, vocab_size: int) -> list[int]:
+    """Tokens [start, stop) of the endless random-looking stream that `key` names."""
+    with np.errstate(over="ignore"):
+        places = np.arange(start, stop, dtype=np.uint64) * _U64(0x9E3779B97F4A7C15)
+        words = _mix(places + _mix(np.array([key & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)))
+    ids: list[int] = (words % _U64(vocab_size)).tolist()
+    return ids
+
+
+def _key(kind: str, seed: int, name: object) -> int:
+    text = f"{kind}|{seed}|{name}".encode()
+    return crc32(text) << 32 | crc32(text[::-1])
+
+
+class TokenPrompt:
+    """A prompt given by its tokens."""
+
+    __slots__ = ("_ids", "num_tokens")
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        self._ids = token_ids
+        self.num_tokens = len(token_ids)
+
+    def token_ids(self) -> list[int]:
+        return list(self._ids)
+
+    def content(self, start: int, stop: int) -> bytes:
+        return token_content(self._ids[start:stop])
+
+
+class LengthPrompt:
+    """A prompt given by its length and, for its leading part, by the ids of runs of tokens it shares with others."""
+
+    __slots__ = ("_key", "_prefix_ids", "_run", "_seed", "_shared", "_vocab_size", "num_tokens")
+
+    def __init__(self, spec: RequestSpec, vocab_size: int, seed: int) -> None:
+        self.num_tokens = spec.prompt_tokens
+        self._prefix_ids = spec.prefix_ids or ()
+        self._run = spec.prefix_block_tokens or 1
+        self._shared = min(len(self._prefix_ids) * self._run, spec.prompt_tokens)
+        self._key = _key("prompt", seed, spec.request_id)
+        self._vocab_size = vocab_size
+        self._seed = seed
+
+    def token_ids(self) -> list[int]:
+        ids: list[int] = []
+        for i, prefix_id in enumerate(self._prefix_ids):
+            length = min(self._run, self._shared - i * self._run)
+            ids += _run_of_tokens(_key("prefix", self._seed, prefix_id), 0, length, self._vocab_size)
+        return ids + _run_of_tokens(self._key, self._shared, self.num_tokens, self._vocab_size)
+
+    def content(self, start: int, stop: int) -> bytes | None:
+        if stop > self._shared:
+            return None
+        pieces = []
+        while start < stop:
+            run, offset = divmod(start, self._run)
+            end = min(stop, (run + 1) * self._run)
+            pieces.append(f"{self._prefix_ids[run]}:{offset}-{end - run * self._run}")
+            start = end
+        return NOT_TOKENS + ",".join(pieces).encode()
+
+
+class TokenSource:
+    """Token ids for the requests of one run.
+
+    `vocab_size` bounds every derived id; `seed` moves all of them.
+    """
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._recorded: dict[str, tuple[int, ...]] = {}
+
+    def prompt(self, spec: RequestSpec) -> Prompt:
+        if spec.prompt_token_ids is not None:
+            return TokenPrompt(spec.prompt_token_ids)
+        return LengthPrompt(spec, self._vocab_size, self._seed)
+
+    def add(self, spec: RequestSpec) -> None:
+        """Remembers the recorded answer of a request, if it has one."""
+        if spec.output_token_ids is not None:
+            self._recorded[spec.request_id] = spec.output_token_ids
+
+    def drop(self, request_id: str) -> None:
+        """Forgets an ended request."""
+        self._recorded.pop(request_id, None)
+
+    def output_id(self, request_id: str, index: int) -> int:
+        """Output token `index` (0 = first) of a request."""
+        recorded = self._recorded.get(request_id, ())
+        if index < len(recorded):
+            return recorded[index]
+        return crc32(f"{self._seed}|{request_id}|{index}".encode()) % self._vocab_size
