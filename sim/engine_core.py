@@ -88,6 +88,12 @@ class EngineCore:
         self.in_flight.popleft()
         return self.scheduler.update_from_output(frame.plan, output)
 
+    def abandon(self, frame: Frame) -> None:
+        """Forgets a step that scheduled nothing and will not be run."""
+        assert not frame.plan.num_scheduled_tokens, "a step with tokens has to be run"
+        self.in_flight.remove(frame)
+        self._next_step -= 1
+
     def drain_block_changes(self) -> list[BlockChange]:
         """The block changes since the last call (empty unless built with `journal`)."""
         journal = self.scheduler.kv.pool.journal

@@ -52,7 +52,7 @@ class ResidencyTracker:
                 self._end(change.block_id, "evicted", now_ns)
             case _:
                 raise ValueError(
-                    f"kind {change.kind!r} of block {change.block_id} is not take, hash, touch, release or evict"
+                    f"block {change.block_id}: kind {change.kind!r}; allowed: take hash touch release evict"
                 )
 
     def close(self) -> None:
@@ -64,9 +64,7 @@ class ResidencyTracker:
     def _start(self, change: BlockChange, now_ns: int, prefix_id: str | None = None) -> None:
         if change.request_id is None:
             raise ValueError(f"block {change.block_id}: a {change.kind!r} needs the request_id it is for")
-        self._open[change.block_id] = Residency(
-            change.block_id, change.request_id, now_ns, prefix_id, change.references
-        )
+        self._open[change.block_id] = Residency(change.block_id, change.request_id, now_ns, prefix_id)
 
     def _touch(self, change: BlockChange, now_ns: int) -> None:
         residency = self._open[change.block_id]

@@ -1,7 +1,7 @@
-"""The tables of the event log: their columns, their buffers while a run goes on, and the frames a reader gets.
+"""The tables of the event log: their columns, their buffers while a run goes on, the frames a reader gets.
 
 A buffer holds integer nanoseconds; they become seconds (one division) when a part is made of it. Everything
-that is shown or summarised is computed from the frames, so a log in memory and a log on disk take the same way.
+shown or summarised is computed from the frames, so a log in memory and one on disk take the same way.
 """
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from servetwin.sim.units import NS_PER_S
+
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     import pyarrow as pa
 
-NANOSECONDS = 1_000_000_000
+    ColumnValues = array[int] | list[str | None] | list[float | None]
+
 NEVER = -1
 """In a column of times: it has not happened. Simulated time is never negative; a part says null."""
 
 Kind = Literal["time", "count", "text", "seconds"]
-"""time: integer ns in the buffer, seconds in a part; count: an integer; text: a string or None; seconds: a float
-or None, from a source that knows no clock."""
-ColumnValues = array[int] | list[str | None] | list[float | None]
+"""time: integer ns in the buffer, seconds in a part; count: an integer; text: a string or None; seconds: a
+float or None that was never on the clock."""
 
 SCHEMAS: dict[str, dict[str, Kind]] = {
     "requests": {
@@ -89,18 +91,13 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
     "tokens": {"request_id": "text", "index": "count", "token_id": "count", "time_s": "time"},
 }
 """`itl` holds the gaps between the outputs of a request, pooled: `samples` gaps of `gap_s` ended at `time_s`.
-Negative `samples` take back the gaps of a request that ended without completing (aborted, or open at the end)."""
+Negative `samples` take back the gaps of a request that did not complete (aborted, or open at the end)."""
 
 ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}
 """Rows are written when they are complete; a reader sorts them by this column, ties in order of writing."""
 
 NOT_COMPARED = ("source", "predicted_", "wall_")
 """Columns whose names begin so say where a number came from; two equal logs may differ in them."""
-
-
-def ns_from_s(seconds: float) -> int:
-    """The instant of a workload's `arrival_s` or `abort_s` on the simulated clock: the nearest nanosecond."""
-    return round(seconds * NANOSECONDS)
 
 
 class Columns:
@@ -138,7 +135,7 @@ def _arrow_array(values: ColumnValues, kind: Kind) -> pa.Array:
 
     if kind == "time":
         ns = np.array(values, dtype=np.int64)
-        return pa.array(ns / NANOSECONDS, mask=ns == NEVER)
+        return pa.array(ns / NS_PER_S, mask=ns == NEVER)
     if kind == "count":
         return pa.array(np.array(values, dtype=np.int64))
     return pa.array(values, type=_arrow_type(kind))
@@ -228,4 +225,4 @@ def ns_array(seconds: pd.Series[float]) -> np.ndarray[tuple[int], np.dtype[np.fl
     """A column of seconds as whole nanoseconds (float64, NaN for null): differences of them are exact."""
     import numpy as np
 
-    return np.rint(seconds.to_numpy(dtype=np.float64) * NANOSECONDS)
+    return np.rint(seconds.to_numpy(dtype=np.float64) * NS_PER_S)

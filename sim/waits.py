@@ -47,13 +47,12 @@ class WaitTracker:
         for admitted in record.admitted:
             self.left(admitted.request_id, now_ns)
         for request_id, since_ns in self._newly_queued.items():
-            self._open[request_id] = Wait(since_ns, WaitReason.HEAD_OF_LINE)
+            self._open[request_id] = Wait(since_ns, _reason(request_id, record))
         self._newly_queued.clear()
-        if self._head != record.head and self._head in self._open:
-            self._change(self._head, WaitReason.HEAD_OF_LINE, now_ns)
+        for head in (self._head, record.head):
+            if head is not None and head in self._open:
+                self._change(head, _reason(head, record), now_ns)
         self._head = record.head
-        if record.head is not None and record.head_reason is not None:
-            self._change(record.head, record.head_reason, now_ns)
 
     def left(self, request_id: str, now_ns: int) -> None:
         """The request waits no longer (admitted or aborted); no effect when it did not wait."""
@@ -69,13 +68,16 @@ class WaitTracker:
 
     def _change(self, request_id: str, reason: WaitReason, now_ns: int) -> None:
         wait = self._open[request_id]
-        if wait.reason is reason:
-            return
-        self._end(request_id, wait, now_ns)
-        # A wait whose reason is only now known (queued at this instant or before it) keeps its beginning.
-        self._open[request_id] = Wait(now_ns, reason)
+        if wait.reason is not reason:
+            self._end(request_id, wait, now_ns)
+            self._open[request_id] = Wait(now_ns, reason)
 
     def _end(self, request_id: str, wait: Wait, now_ns: int) -> None:
         if now_ns > wait.since_ns:
             self._emit(request_id, wait.reason, wait.since_ns, now_ns)
 
+
+def _reason(request_id: str, record: ScheduleRecord) -> WaitReason:
+    if request_id == record.head and record.head_reason is not None:
+        return record.head_reason
+    return WaitReason.HEAD_OF_LINE

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class WorkloadError(ValueError):
-    """Input that cannot be used; the message names the file, the row, the field, the value and what is allowed."""
+    """Input that cannot be used; the message names file, row, field, value and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class RequestSpec:
     think_time_s: float | None = None
     """Seconds between the end of the previous turn and the sending of this one."""
     prefix_ids: tuple[int, ...] | None = None
-    """Identity of the prompt's leading blocks of `prefix_block_tokens` tokens: an equal id is an equal run of tokens."""
+    """Identity of the leading blocks of `prefix_block_tokens` tokens: equal ids are equal runs of tokens."""
     prefix_block_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -85,8 +85,8 @@ class RequestSpec:
         elif (len(self.prefix_ids) - 1) * self.prefix_block_tokens >= self.prompt_tokens:
             yield (
                 "prefix_ids",
-                f"names {len(self.prefix_ids)} blocks of {self.prefix_block_tokens} tokens, more than a prompt of "
-                f"{self.prompt_tokens} tokens has",
+                f"names {len(self.prefix_ids)} blocks of {self.prefix_block_tokens} tokens, "
+                f"more than a prompt of {self.prompt_tokens} tokens has",
             )
 
 
@@ -140,6 +140,7 @@ def check_unique_ids(requests: Iterable[RequestSpec]) -> None:
     for r in requests:
         if r.request_id in seen:
             raise WorkloadError(
-                f"row {r.source_row}: request_id {r.request_id!r} was used before (row {seen[r.request_id]}); ids must be unique"
+                f"row {r.source_row}: request_id {r.request_id!r} was used before "
+                f"(row {seen[r.request_id]}); ids must be unique"
             )
         seen[r.request_id] = r.source_row

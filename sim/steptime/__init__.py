@@ -1,0 +1,1 @@
+"""How long steps take when nothing measures them: step models, and the timers that carry them."""

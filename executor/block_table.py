@@ -1,0 +1,64 @@
+"""The block table of the running batch: one row of block ids per batch row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+BlockIds = Sequence[int] | npt.NDArray[np.int32]
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+class BlockTable:
+    """Block ids of every batch row, int32 `[max_num_reqs, max_blocks]`, unused entries 0 (the null block).
+
+    `max_blocks` is ceil(max_model_len / block_size). A row that would need more raises ValueError.
+    """
+
+    def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.max_blocks = cdiv(max_model_len, block_size)
+        self.table: npt.NDArray[np.int32] = np.zeros((max_num_reqs, self.max_blocks), dtype=np.int32)
+        self.num_blocks: npt.NDArray[np.int32] = np.zeros(max_num_reqs, dtype=np.int32)
+
+    def append(self, row: int, block_ids: BlockIds) -> None:
+        """Adds blocks behind those that the row already holds."""
+        start = int(self.num_blocks[row])
+        end = start + len(block_ids)
+        if end > self.max_blocks:
+            raise ValueError(f"block table row {row} would hold {end} blocks, allowed are {self.max_blocks}")
+        self.table[row, start:end] = block_ids
+        self.num_blocks[row] = end
+
+    def replace(self, row: int, block_ids: BlockIds) -> None:
+        """Gives the row exactly these blocks."""
+        self.clear(row)
+        self.append(row, block_ids)
+
+    def clear(self, row: int) -> None:
+        self.table[row, : self.num_blocks[row]] = 0
+        self.num_blocks[row] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Row `target` becomes what `source` was; `source` is left empty."""
+        self.replace(target, self.row(source))
+        self.clear(source)
+
+    def row(self, row: int) -> npt.NDArray[np.int32]:
+        """The row's block ids, `[num_blocks of the row]` (a view)."""
+        return self.table[row, : self.num_blocks[row]]
+
+    def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Cache slot of each token: block id x block_size + offset. All arrays are `[num_tokens]`.
+
+        Positions lie inside the blocks of their row. Widened to int64 before the product, which passes
+        2**31 in large pools.
+        """
+        blocks = self.table[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size

@@ -1,0 +1,87 @@
+"""Knows what was written into every cache slot, and refuses a step that would read something else.
+
+A scheduler may hand out prefix hits on blocks that were planned but never computed: vLLM 0.22.0 does so
+under priority scheduling with prefix caching, when a request that was scheduled earlier in a step becomes the
+victim later in that step (`Scheduler.schedule`, running pass). A model would silently continue from foreign
+K/V.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from servetwin.executor.input_batch import lay_out
+from servetwin.executor.request_state import PlanError, RequestStates
+
+UInt64Array = npt.NDArray[np.uint64]
+_BASE = 0x9E3779B97F4A7C15
+
+
+class UnwrittenKVError(PlanError):
+    """A plan that reads K/V which no step has written."""
+
+
+class KVLedger:
+    """One fingerprint per slot: that of all tokens up to the one whose K/V lies there.
+
+    The fingerprint of tokens t_0 .. t_n is the sum of (t_i + 1) * BASE**(i + 1) modulo 2**64: it tells
+    contents apart that differ by accident, not by intent, and is one cumulative sum over a whole batch.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
+        self._written: UInt64Array = np.zeros(num_blocks * block_size, dtype=np.uint64)
+        """[num_slots]; 0 where nothing was written."""
+        self._powers: UInt64Array = np.cumprod(
+            np.full(max_model_len, _BASE, dtype=np.uint64), dtype=np.uint64
+        )
+
+    def record_step(self, states: RequestStates, num_scheduled_tokens: dict[str, int]) -> None:
+        """Notes the slots that this step writes, then checks the prefix hits of those it admits.
+
+        In that order, since a hit may lie on a block that an earlier row of the same step fills. Raises
+        UnwrittenKVError naming the request and the position.
+        """
+        num_reqs = len(states.rows)
+        counts = np.array([num_scheduled_tokens[state.req_id] for state in states.rows], dtype=np.int64)
+        layout = lay_out(counts, states.num_computed_tokens[:num_reqs])
+        hits = {row: self._prefix(states, row) for row in states.admitted_rows()}
+        terms = self._terms(states.token_ids[layout.rows, layout.positions], layout.positions)
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+        start = self._before(states, hits) - sums[layout.query_start_loc[:-1]]
+        slots = states.block_table.slots(layout.rows, layout.positions)
+        self._written[slots] = start[layout.rows] + sums[1:]
+        for row, prefix in hits.items():
+            self._check(states, row, prefix)
+
+    def _before(self, states: RequestStates, hits: dict[int, UInt64Array]) -> UInt64Array:
+        """[num_reqs]: fingerprint of each row's computed tokens."""
+        computed = states.num_computed_tokens[: len(states.rows)]
+        rows = np.flatnonzero(computed > 0)
+        before = np.zeros(len(computed), dtype=np.uint64)
+        before[rows] = self._written[states.block_table.slots(rows, computed[rows] - 1)]
+        for row, prefix in hits.items():
+            before[row] = prefix[-1] if len(prefix) else 0
+        return before
+
+    def _prefix(self, states: RequestStates, row: int) -> UInt64Array:
+        """[computed tokens of the row]: the fingerprints that its hit slots must have."""
+        computed = int(states.num_computed_tokens[row])
+        return np.cumsum(self._terms(states.token_ids[row, :computed], np.arange(computed)))
+
+    def _terms(self, token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> UInt64Array:
+        return (token_ids.astype(np.uint64) + np.uint64(1)) * self._powers[positions]
+
+    def _check(self, states: RequestStates, row: int, prefix: UInt64Array) -> None:
+        positions = np.arange(len(prefix))
+        slots = states.block_table.slots(np.full(len(prefix), row), positions)
+        wrong = np.flatnonzero(self._written[slots] != prefix)
+        if len(wrong):
+            position = int(wrong[0])
+            block_id = slots[position] // states.block_table.block_size
+            raise UnwrittenKVError(
+                f"request {states.rows[row].req_id!r} is admitted with {len(prefix)} cached tokens, but the "
+                f"K/V of position {position} (block {block_id}) was never written. vLLM 0.22.0 plans such "
+                "hits under priority scheduling with prefix caching: use --no-enable-prefix-caching or "
+                "--scheduling-policy fcfs"
+            )

@@ -1,0 +1,228 @@
+"""Loads a local Hugging Face folder: transformers' own modelling code with our attention inside."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from servetwin.executor.attention import ATTENTION_NAME
+from servetwin.executor.kv_cache import KVCacheSpec
+
+SUPPORTED_MODEL_TYPES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3")
+"""Each is compared with transformers' own forward pass in the tests."""
+REFUSED_ROPE_TYPES = ("dynamic", "longrope")
+"""They look at the longest position of the whole packed batch, and so leak between requests."""
+
+
+class ModelLoadError(ValueError):
+    """A model folder that cannot be served; the message says what is wrong and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, in evaluation mode, and what the engine needs to know of it."""
+
+    model: PreTrainedModel
+    name: str
+    """Name of the folder."""
+    max_positions: int
+    """Longest context that its positions allow, in tokens."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    """The first one is the end-of-sequence token, the others end a text as well."""
+    kv_cache_spec: KVCacheSpec
+    sliding_window: int | None
+    """Set when some layer attends to the last so many tokens only."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+def load_model(
+    folder: Path,
+    *,
+    load_format: Literal["auto", "dummy"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: torch.device,
+    seed: int = 0,
+) -> LoadedModel:
+    """Loads `folder` (never from the network). `load_format="dummy"`: random weights drawn with `seed`.
+
+    Raises ModelLoadError for a missing or damaged folder, and for a model that is not supported.
+    """
+    config = read_config(folder)
+    torch_dtype = resolve_dtype(dtype, config.dtype, device)
+    if load_format == "dummy":
+        model = _random_model(config, torch_dtype, device, seed)
+    else:
+        model = _pretrained_model(folder, config, torch_dtype, device)
+    return describe_model(model, folder.resolve().name)
+
+
+def describe_model(model: PreTrainedModel, name: str) -> LoadedModel:
+    """Puts a model built elsewhere (with our attention) into evaluation mode and reads off what is needed."""
+    model.train(False)
+    config = model.config
+    return LoadedModel(
+        model=model,
+        name=name,
+        max_positions=max_positions(config),
+        vocab_size=config.vocab_size,
+        eos_token_ids=_eos_token_ids(model),
+        kv_cache_spec=kv_cache_spec(config, model.dtype),
+        sliding_window=_sliding_window(config),
+    )
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The model's configuration, checked for what this executor supports."""
+    if not folder.is_dir():
+        raise ModelLoadError(f"model {str(folder)!r} is not a folder: give a local Hugging Face model folder")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"model folder {str(folder)!r} has no config.json")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ModelLoadError(f"{str(path)!r} is not valid JSON: {e}") from e
+    if not isinstance(raw, dict):
+        raise ModelLoadError(f"{str(path)!r} must hold a JSON object, not {type(raw).__name__}")
+    _check_supported(raw, path)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ModelLoadError(f"{str(path)!r} is not a usable {raw['model_type']} configuration: {e}") from e
+    return config
+
+
+def _check_supported(raw: dict[str, Any], path: Path) -> None:
+    model_type = raw.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise ModelLoadError(
+            f"{str(path)!r}: model_type {model_type!r} is not supported; "
+            f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
+    if raw.get("quantization_config") is not None:
+        raise ModelLoadError(f"{str(path)!r}: quantized weights (quantization_config) are not supported")
+    for rope in _rope_dicts(raw):
+        rope_type = rope.get("rope_type", rope.get("type"))
+        if rope_type in REFUSED_ROPE_TYPES:
+            raise ModelLoadError(
+                f"{str(path)!r}: rope_type {rope_type!r} is not supported: its angles depend on the longest "
+                f"request of the batch (refused: {', '.join(REFUSED_ROPE_TYPES)})"
+            )
+
+
+def _rope_dicts(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rope settings of a raw configuration, old and new spelling, also those of single layer types."""
+    found = [raw[key] for key in ("rope_parameters", "rope_scaling") if isinstance(raw.get(key), dict)]
+    return found + [inner for outer in found for inner in outer.values() if isinstance(inner, dict)]
+
+
+def resolve_dtype(
+    wanted: Literal["auto", "float32", "bfloat16"], of_config: torch.dtype | str | None, device: torch.device
+) -> torch.dtype:
+    """The type to compute in.
+
+    `auto` follows the configuration, with float16 taken as bfloat16, and bfloat16 on a CPU without bfloat16
+    arithmetic as float32 (float16 is several hundred times slower on CPUs).
+    """
+    if wanted != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+    if of_config not in (torch.bfloat16, torch.float16):
+        return torch.float32
+    return torch.bfloat16 if device.type != "cpu" or _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def _random_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> PreTrainedModel:
+    cuda_devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda_devices), device:
+        torch.manual_seed(seed)
+        # Any: transformers' automatic classes have no complete type information.
+        auto: Any = AutoModelForCausalLM
+        model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    return model
+
+
+def _pretrained_model(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    auto: Any = AutoModelForCausalLM
+    try:
+        model, info = auto.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError) as e:
+        raise ModelLoadError(f"cannot read the weights in {str(folder)!r}: {e}") from e
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            names = ", ".join(sorted(str(key) for key in info[problem])[:5])
+            raise ModelLoadError(
+                f"the weights in {str(folder)!r} do not belong to its config.json: {len(info[problem])} "
+                f"{problem.replace('_', ' ')}, among them {names}"
+            )
+    loaded: PreTrainedModel = model.to(device)
+    return loaded
+
+
+def kv_cache_spec(config: PretrainedConfig, dtype: torch.dtype) -> KVCacheSpec:
+    """Shape of the cache, from the names that the supported configurations use."""
+    num_heads = config.num_attention_heads
+    return KVCacheSpec(
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        dtype=dtype,
+    )
+
+
+def max_positions(config: PretrainedConfig) -> int:
+    """Longest context in tokens, by vLLM's rule: `linear` and `yarn` rope multiply the positions."""
+    positions = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in ("linear", "yarn"):
+        return positions
+    return int(rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1))
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """End tokens of config.json, then those that generation_config.json adds."""
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    ids: dict[int, None] = {}
+    for value in (model.config.eos_token_id, generation):
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is not None:
+                ids[token_id] = None
+    return tuple(ids)
+
+
+def _sliding_window(config: PretrainedConfig) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    return window

@@ -1,0 +1,208 @@
+"""The real executor as a step timer: runs each plan on the model and measures how long it took."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from servetwin.executor import kv_cache
+from servetwin.executor.input_batch import InputBatch, build_warm_up_batch
+from servetwin.executor.model_loader import LoadedModel, load_model
+from servetwin.executor.model_runner import ModelRunner
+from servetwin.sim.config import ExecutorOptions, ModelConfig
+from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult
+
+WARM_UP_PROMPT_TOKENS = 512
+WARM_UP_DECODE_ROWS = 16
+
+
+class TorchStepTimer:
+    """Runs plans on a model (the `sim.plugins.Executor` protocol).
+
+    Times: `prepare_ns` is host time for updating the request states and packing; `device_ns` is forward and
+    sampling, by events on a GPU and by wall time on a CPU. Fetching the tokens belongs to neither.
+    """
+
+    def __init__(self, runner: ModelRunner, model_config: ModelConfig, num_gpu_blocks: int) -> None:
+        self.runner = runner
+        self.model_config = model_config
+        self.num_gpu_blocks = num_gpu_blocks
+        self._clock: Stopwatch = CudaStopwatch() if runner.loaded.device.type == "cuda" else Stopwatch()
+
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        """Runs one plan; plans come in order. Raises PlanError for one that cannot be run."""
+        start_ns = time.perf_counter_ns()
+        batch = self.runner.prepare(plan)
+        if batch is None:
+            return StepResult(0, 0, ModelRunnerOutput([], {}, []), "measured")
+        prepare_ns = time.perf_counter_ns() - start_ns
+        output, forward_ns, sample_ns = self._run_batch(batch)
+        parts = {"forward_ns": forward_ns, "sample_ns": sample_ns}
+        return StepResult(prepare_ns, forward_ns + sample_ns, output, "measured", parts=parts)
+
+    def _run_batch(self, batch: InputBatch) -> tuple[ModelRunnerOutput, int, int]:
+        clock = self._clock
+        clock.mark(0)
+        logits = self.runner.forward(batch)
+        clock.mark(1)
+        token_ids = self.runner.sample(batch, logits)
+        clock.mark(2)
+        # Copying the tokens waits for the device, so the marks can be read without another wait.
+        output = self.runner.finish(batch, token_ids)
+        return output, clock.between_ns(0, 1), clock.between_ns(1, 2)
+
+    def warm_up(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        """Runs one prompt and one decode batch outside of any measurement; the cache stays as it is."""
+        table = self.runner.states.block_table
+        prompt = min(max_num_batched_tokens, self.model_config.max_model_len, WARM_UP_PROMPT_TOKENS)
+        for query_lens in ([prompt], [1] * min(max_num_seqs, WARM_UP_DECODE_ROWS)):
+            batch = build_warm_up_batch(query_lens, table.block_size, self.runner.loaded.device)
+            self.runner.forward(batch).argmax(dim=-1).tolist()
+
+    def describe(self) -> dict[str, Any]:
+        """Hardware, versions and model for `run.json`."""
+        loaded, spec = self.runner.loaded, self.runner.loaded.kv_cache_spec
+        num_slots = self.num_gpu_blocks * self.runner.states.block_table.block_size
+        described = {
+            "device": device_name(loaded.device),
+            "threads": torch.get_num_threads(),
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "versions": {name: installed_version(name) for name in ("torch", "transformers", "triton")},
+            "model": loaded.name,
+            "num_parameters": loaded.num_parameters,
+            "kv_bytes_per_token": spec.bytes_per_token,
+            "kv_cache_bytes": num_slots * spec.bytes_per_token,
+            "extra_eos_token_ids": list(loaded.eos_token_ids[1:]),
+        }
+        if loaded.sliding_window is not None:
+            described["note"] = (
+                f"sliding window of {loaded.sliding_window} tokens: attention honours it, but the scheduler "
+                "treats every layer as full attention, so the real engine's block accounting differs"
+            )
+        return described
+
+    def close(self) -> None:
+        """Gives the cache's memory back; the executor is not usable afterwards."""
+        self.runner.kv_caches.clear()
+
+
+class Stopwatch:
+    """Marks on the host's clock."""
+
+    def __init__(self) -> None:
+        self._marks_ns = [0, 0, 0]
+
+    def mark(self, index: int) -> None:
+        self._marks_ns[index] = time.perf_counter_ns()
+
+    def between_ns(self, first: int, second: int) -> int:
+        return self._marks_ns[second] - self._marks_ns[first]
+
+
+class CudaStopwatch(Stopwatch):
+    """Marks on the device's own time line, by events on the current stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        new_event: Any = torch.cuda.Event
+        self._events = [new_event(enable_timing=True) for _ in range(3)]
+
+    def mark(self, index: int) -> None:
+        self._events[index].record()
+
+    def between_ns(self, first: int, second: int) -> int:
+        # The last event may lie behind the copy that the host waited for.
+        self._events[second].synchronize()
+        elapsed_ms: float = self._events[first].elapsed_time(self._events[second])
+        return round(elapsed_ms * 1e6)
+
+
+def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
+    """The executor named `torch`. ValueError for options that the machine or the model cannot serve."""
+    if options.model is None:
+        raise ValueError("executor torch needs a model: give --model FOLDER (a local Hugging Face folder)")
+    device = default_device()
+    loaded = load_model(
+        options.model, load_format=options.load_format, dtype=options.dtype, device=device, seed=options.seed
+    )
+    max_model_len = check_max_model_len(options.max_model_len, loaded)
+    num_blocks = choose_num_blocks(options, loaded, max_model_len)
+    kv_cache.check_fits(num_blocks, options.block_size, max_model_len, loaded.kv_cache_spec)
+    runner = ModelRunner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        seed=options.seed,
+    )
+    model_config = ModelConfig(
+        name=loaded.name,
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_id=loaded.eos_token_ids[0] if loaded.eos_token_ids else None,
+    )
+    executor = TorchStepTimer(runner, model_config, num_blocks)
+    executor.warm_up(options.max_num_batched_tokens, options.max_num_seqs)
+    return executor
+
+
+def check_max_model_len(wanted: int | None, loaded: LoadedModel) -> int:
+    """The longest context: as wanted, else the model's. ValueError above the model's positions."""
+    if wanted is not None and wanted > loaded.max_positions:
+        raise ValueError(
+            f"max_model_len {wanted} is above the {loaded.max_positions} positions of model {loaded.name!r}"
+        )
+    return wanted or loaded.max_positions
+
+
+def choose_num_blocks(options: ExecutorOptions, loaded: LoadedModel, max_model_len: int) -> int:
+    """Blocks of the cache, the null block included: as given, else by the bytes given or free."""
+    if options.num_gpu_blocks is not None:
+        return options.num_gpu_blocks
+    cache_bytes = options.kv_cache_memory_bytes
+    if cache_bytes is None and loaded.device.type == "cuda":
+        tokens = min(options.max_num_batched_tokens, max_model_len)
+        peak_bytes = profile_peak_bytes(loaded, tokens, options.block_size)
+        cache_bytes = kv_cache.gpu_cache_bytes(loaded.device, peak_bytes)
+    elif cache_bytes is None:
+        cache_bytes = kv_cache.cpu_cache_bytes()
+    return kv_cache.blocks_in(cache_bytes, loaded.kv_cache_spec, options.block_size)
+
+
+def profile_peak_bytes(loaded: LoadedModel, num_tokens: int, block_size: int) -> int:
+    """torch's peak GPU memory over one forward pass of `num_tokens` tokens, weights included."""
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    runner = ModelRunner(
+        loaded, num_blocks=1, block_size=block_size, max_num_seqs=1, max_model_len=num_tokens
+    )
+    runner.forward(build_warm_up_batch([num_tokens], block_size, loaded.device))
+    torch.cuda.synchronize(loaded.device)
+    return torch.cuda.max_memory_allocated(loaded.device)
+
+
+def default_device() -> torch.device:
+    """The current GPU where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = torch.cpu.get_capabilities().get("cpu_name") or platform.processor() or platform.machine()
+    return f"{name} ({os.cpu_count()} logical CPUs)"
+
+
+def installed_version(package: str) -> str | None:
+    """None where the package is not installed (triton is optional on a CPU)."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

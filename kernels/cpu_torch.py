@@ -1,0 +1,138 @@
+"""The kernels in plain torch, for CPUs: whole blocks are gathered once per request, then attended in large calls.
+
+Two choices matter for speed on a CPU. The query heads that share a kv head become rows of one matrix, since
+`scaled_dot_product_attention(enable_gqa=True)` is several times slower. And requests are taken one by one: a batch
+padded to its longest request costs more memory traffic than the calls it saves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from servetwin.kernels.host_metadata import RequestSpan, check_slots, request_spans
+
+MAX_TILE_QUERIES = 256
+"""Query rows per attention call: later keys are then skipped for most rows of a long prompt chunk."""
+MAX_TILE_SCORES = 1 << 24
+"""Mask or score elements that one call may hold (64 MiB in float32), which shortens the tiles of long contexts."""
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Paged causal attention; arguments as in `ops.paged_attention`."""
+    output = query.new_zeros(query.shape)
+    max_seq_len = block_table.shape[1] * key_cache.shape[1]
+    spans = request_spans(seq_lens, query_start_loc, num_tokens=query.shape[0], max_seq_len=max_seq_len)
+    for blocks, span in zip(block_table, spans, strict=True):
+        if span.first_real_row >= span.query_len:
+            continue
+        first_key = _first_visible(span.context_len + span.first_real_row, sliding_window)
+        keys = _gather(key_cache, blocks, first_key, span.seq_len)
+        values = _gather(value_cache, blocks, first_key, span.seq_len)
+        rows = slice(span.query_start, span.query_start + span.query_len)
+        _attend_request(query[rows], keys, values, first_key, span, scale, sliding_window, softcap, output[rows])
+    return output
+
+
+def reshape_and_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Cache write; arguments as in `ops.reshape_and_cache`."""
+    block_size = key_cache.shape[1]
+    check_slots(slot_mapping, key_cache.shape[0] * block_size)
+    written = slot_mapping >= 0
+    if not bool(written.all()):
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    where = slot_mapping // block_size, slot_mapping % block_size
+    key_cache.index_put_(where, key)
+    value_cache.index_put_(where, value)
+
+
+def _first_visible(position: int, sliding_window: int | None) -> int:
+    return 0 if sliding_window is None else max(0, position - sliding_window + 1)
+
+
+def _gather(cache: Tensor, blocks: Tensor, first: int, end: int) -> Tensor:
+    """Positions first .. end - 1 of one request, [kv_heads, end - first, dim], read block by block.
+
+    Only the columns of `blocks` [max_blocks] that hold these positions are read.
+    """
+    block_size = cache.shape[1]
+    first_block = first // block_size
+    gathered = cache.index_select(0, blocks[first_block : -(-end // block_size)])
+    start = first - first_block * block_size
+    return gathered.flatten(0, 1)[start : start + end - first].transpose(0, 1)
+
+
+def _attend_request(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_key: int,
+    span: RequestSpan,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    output: Tensor,
+) -> None:
+    """Attends the rows of one request, query [query_len, heads, dim], in tiles; writes into `output`, alike.
+
+    keys, values: [kv_heads, n, dim], whose first position is `first_key`.
+    """
+    kv_heads, num_keys = keys.shape[:2]
+    score_rows = query.shape[1] if softcap is not None else query.shape[1] // kv_heads
+    tile = max(1, min(MAX_TILE_QUERIES, MAX_TILE_SCORES // (score_rows * num_keys)))
+    for start in range(span.first_real_row, span.query_len, tile):
+        stop = min(start + tile, span.query_len)
+        first, last = span.context_len + start, span.context_len + stop - 1
+        low = _first_visible(first, sliding_window)
+        seen = slice(low - first_key, last + 1 - first_key)
+        mask = None if stop - start == 1 else _mask(first, last, low, sliding_window, query.device)
+        output[start:stop] = _attend(query[start:stop], keys[:, seen], values[:, seen], mask, scale, softcap)
+
+
+def _mask(first: int, last: int, low: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """True where the query at position first .. last (rows) sees the key at position low .. last (columns)."""
+    queries = torch.arange(first, last + 1, device=device)[:, None]
+    keys = torch.arange(low, last + 1, device=device)
+    visible = keys <= queries
+    return visible if sliding_window is None else visible & (keys > queries - sliding_window)
+
+
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
+    """Query [q, heads, dim] over keys and values [kv_heads, n, dim] with mask [q, n]: [q, heads, dim]."""
+    num_queries, heads, dim = query.shape
+    kv_heads, group = keys.shape[0], heads // keys.shape[0]
+    packed = query.unflatten(1, (kv_heads, group)).transpose(0, 1).flatten(1, 2)
+    if mask is not None:
+        mask = mask.repeat_interleave(group, dim=0)
+    if softcap is None:
+        out = scaled_dot_product_attention(packed[None], keys[None], values[None], mask, scale=scale)[0]
+    else:
+        out = _softcap_attention(packed, keys, values, mask, scale, softcap)
+    return out.unflatten(1, (num_queries, group)).transpose(0, 1).reshape(num_queries, heads, dim)
+
+
+def _softcap_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Attention with capped scores, which `scaled_dot_product_attention` does not offer; float32 throughout."""
+    scores = query.float() @ keys.float().transpose(1, 2)
+    scores = scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    return (scores.softmax(dim=-1) @ values.float()).to(query.dtype)

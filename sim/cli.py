@@ -1,0 +1,61 @@
+"""The command line: `servetwin COMMAND`. Commands are imported when they are called, so `--help` stays fast.
+
+Exit codes: 0 good, 1 error, 2 usage, 3 infeasible, 4 SLO or threshold missed, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+COMMANDS = {
+    "demo": "Run a small trained model on a shipped workload: the whole loop in one command.",
+    "run": "Serve a workload in simulated time; steps are run for real or take modelled time.",
+    "decide": "Print the scheduler's decisions for a scenario, one JSON line per step.",
+    "execute": "Run recorded plans on the executor, without any scheduler.",
+    "dash": "Look at runs in the browser.",
+}
+
+
+def make_app() -> App:
+    app = App(
+        name="servetwin",
+        help="A twin of an LLM serving engine: vLLM V1 scheduling in simulated time, coupled to a real executor.",
+        version_flags=["--version"],
+        help_format="plaintext",
+    )
+    for name, text in COMMANDS.items():
+        app.command(f"servetwin.sim.commands.{name}:{name}", name=name, help=text)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the `servetwin` script."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code."""
+    try:
+        code = make_app()(argv, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as e:
+        return _complain(str(e).strip(), 2)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output has gone; nobody is left to tell.
+        sys.stderr.close()
+        return 1
+    except ValueError as e:
+        # Every refusal of input is a ValueError with a message for the person who typed the command.
+        return _complain(str(e), 2)
+    except OSError as e:
+        return _complain(str(e), 1)
+    return int(code or 0)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"servetwin: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201 - the one place that prints errors
+    return code

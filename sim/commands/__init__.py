@@ -1,0 +1,1 @@
+"""The commands of `servetwin`, one module each; `sim/cli.py` registers them by name and imports none."""

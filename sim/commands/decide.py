@@ -1,0 +1,35 @@
+"""`servetwin decide`: the scheduler's decisions for a scenario."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+
+def decide(
+    scenario: Annotated[Path, Parameter(help="Scenario file (JSON): engine limits, requests, arrival steps or times.")],
+    /,
+    *,
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], help="File to write instead of stdout.")
+    ] = None,
+) -> int:
+    """Print what the scheduler decides in every engine iteration, one JSON line each.
+
+    The tokens that requests produce are a hash of their name and index, so the lines depend on nothing but the file.
+    A scenario that can never run is refused (exit 2), and nothing is written.
+    """
+    import json
+    import sys
+
+    from servetwin.sim.decide import decide as decisions
+    from servetwin.sim.scenario import read_scenario
+
+    lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in decisions(read_scenario(scenario))]
+    if output is None:
+        sys.stdout.writelines(lines)
+    else:
+        output.write_text("".join(lines), encoding="ascii")
+    return 0

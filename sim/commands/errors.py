@@ -1,0 +1,7 @@
+"""Errors that end a command: usage errors (exit 2) as one line, everything else as it comes (exit 1)."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """Something the person who typed the command can mend; the message says what and how."""

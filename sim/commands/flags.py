@@ -1,0 +1,96 @@
+"""Flags that several commands share, grouped as in `vllm serve --help`; spelling and defaults are vLLM's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter, Token
+
+MODEL = Group("Model", sort_key=2)
+CACHE = Group("KV cache", sort_key=3)
+SCHEDULER = Group("Scheduler", sort_key=4)
+
+_SUFFIXES = {
+    "": 1,
+    **{s: 10 ** (3 * i) for i, s in enumerate("kmgt", start=1)},
+    **{s: 2 ** (10 * i) for i, s in enumerate("KMGT", start=1)},
+}
+_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)")
+
+
+def whole_number(type_: Any, tokens: Sequence[Token]) -> int:
+    """An integer as vLLM's parser takes it: 32k = 32,000; 32K = 32,768; 25.6k is legal, 25.6K is not."""
+    text = tokens[0].value
+    match = _NUMBER.fullmatch(text.replace("_", "").replace(",", ""))
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number (suffixes k m g t are decimal, K M G T binary)")
+    number, suffix = match.groups()
+    if "." not in number:
+        return int(number) * _SUFFIXES[suffix]
+    if suffix not in ("k", "m", "g", "t"):
+        raise ValueError(f"{text!r} is not a whole number; a decimal point goes only with the suffixes k m g t")
+    value = float(number) * _SUFFIXES[suffix]
+    return round(value)
+
+
+def _int(group: Group, text: str, name: str | None = None) -> Parameter:
+    return Parameter(name=name, group=group, help=text, converter=whole_number)
+
+
+def _flag(group: Group, text: str) -> Parameter:
+    return Parameter(group=group, help=text)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """One engine, as `vllm serve` would be told. None: the default applies."""
+
+    model: Annotated[
+        Path | None,
+        _flag(MODEL, "Local Hugging Face folder. Without it max_model_len is 131,072 and the pool has 40,000 blocks (assumed)."),
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"], _flag(MODEL, "dummy: random weights for the configuration in the model folder.")
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], _flag(MODEL, "Data type of weights, activations and KV cache.")
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")
+    ] = None
+    block_size: Annotated[int, _int(CACHE, "Tokens per KV block.")] = 16
+    num_gpu_blocks_override: Annotated[
+        int | None, _int(CACHE, "Blocks in the pool, the reserved block 0 included (default: what memory holds).")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None, _int(CACHE, "Memory of the KV cache in bytes; executor torch only.")
+    ] = None
+    enable_prefix_caching: Annotated[bool, _flag(CACHE, "Reuse KV blocks of equal prompt prefixes.")] = True
+    max_num_seqs: Annotated[
+        int | None, _int(SCHEDULER, "Requests that may run at once (default: 256, at most max_num_batched_tokens).")
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        _int(SCHEDULER, "Tokens per step (default: 2,048; without chunked prefill at least max_model_len)."),
+    ] = None
+    max_num_scheduled_tokens: Annotated[
+        int | None, _int(SCHEDULER, "Smaller token budget per step than max_num_batched_tokens (default: the same).")
+    ] = None
+    enable_chunked_prefill: Annotated[bool, _flag(SCHEDULER, "Split prompts over steps to fit the token budget.")] = True
+    long_prefill_token_threshold: Annotated[
+        int, _int(SCHEDULER, "Longest piece of a prompt per step, in tokens; 0 is off.")
+    ] = 0
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], _flag(SCHEDULER, "Order of admission and choice of preemption victims.")
+    ] = "fcfs"
+    scheduler_reserve_full_isl: Annotated[
+        bool, _flag(SCHEDULER, "Admit a request only when all its known tokens fit (the full-sequence gate).")
+    ] = True
+    async_scheduling: Annotated[
+        bool, _flag(SCHEDULER, "Schedule a step while the previous one runs. Not supported yet: refused.")
+    ] = False

@@ -1,0 +1,203 @@
+"""What `servetwin run` and `servetwin demo` do: build, simulate, write, show."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+
+from servetwin.sim.commands.engine import Engine, build_engine
+from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.interrupt import StopRequest
+from servetwin.sim.commands.show import RunProgress, print_json, results_tables, say
+from servetwin.sim.config import RunConfig
+from servetwin.sim.contract import SamplingParams, StepResult, to_json
+from servetwin.sim.definitions import definitions
+from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.metrics import summarize
+from servetwin.sim.records import EngineCoreOutputs, Frame
+from servetwin.sim.runs import RunWriter, read_run
+from servetwin.sim.simulation import simulate
+from servetwin.sim.tables import Tables
+from servetwin.workloads import ListWorkload, RequestSpec, open_workload
+from servetwin.workloads.traces.jsonl import to_jsonl
+
+LOG_BLOCKS_BELOW_REQUESTS = 50_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """One command line of `run`, as typed."""
+
+    workload: str
+    executor: str
+    engine: EngineFlags
+    step_time_s: float | None = None
+    out: Path | None = None
+    overwrite: bool = False
+    save_tokens: bool = False
+    save_plans: bool = False
+    log_blocks: bool | None = None
+    metric_defs: str = "vllm-bench"
+    json: bool = False
+    seed: int = 0
+    num_prompts: int | None = None
+    request_rate: float | None = None
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        """Raises UsageError for what can be seen before anything is built."""
+        definitions(self.metric_defs)
+        SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        if self.out is None and (self.save_tokens or self.save_plans or self.overwrite):
+            raise UsageError("--save-tokens, --save-plans and --overwrite need --out: there is no folder to write to")
+        if self.executor == "constant" and (self.temperature, self.top_k, self.top_p) != (0.0, 0, 1.0):
+            raise UsageError("--temperature, --top-k and --top-p have no effect with --executor constant")
+
+
+def carry_out(request: RunRequest) -> int:
+    """Runs it and returns the exit code."""
+    request.check()
+    workload = open_workload(request.workload, request.num_prompts, request.request_rate, request.seed)
+    engine = build_engine(request.engine, request.executor, request.step_time_s, request.seed)
+    try:
+        for text in engine.assumed:
+            say(f"assumed: {text}")
+        summary = _serve(request, workload, engine)
+    finally:
+        engine.close()
+    if request.json:
+        print_json(summary)
+    else:
+        show(summary, request.out)
+    return 0
+
+
+def show(summary: dict[str, Any], out: Path | None) -> None:
+    """The results on stdout."""
+    console = Console()
+    for table in results_tables(summary):
+        console.print(table)
+    if out is not None:
+        console.print(f"Run folder: {out}   (servetwin dash {out})", soft_wrap=True)
+
+
+def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[str, Any]:
+    config = _run_config(request, engine)
+    log_blocks = len(workload) < LOG_BLOCKS_BELOW_REQUESTS if request.log_blocks is None else request.log_blocks
+    recorder = _Recorder(request, config, workload, engine)
+    with recorder.ending(), StopRequest() as stop, RunProgress(len(workload)) as progress:
+        log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=request.save_tokens)
+
+        def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
+            progress.step(len(outputs.finished), frame.start_ns)
+            recorder.plan(frame)
+            stop.raise_if_asked()
+
+        end_ns = simulate(
+            config,
+            workload,
+            engine.timer,
+            log,
+            tokens=engine.tokens,
+            plan_tokens=engine.runs_a_model or request.save_plans,
+            log_blocks=log_blocks,
+            on_request=recorder.request,
+            on_step=on_step,
+        )
+        progress.done(end_ns)
+    return recorder.summary
+
+
+def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
+    return RunConfig(
+        engine=engine.config,
+        executor=request.executor,
+        seed=request.seed,
+        ignore_eos=request.ignore_eos,
+        step_time_s=request.step_time_s,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        num_prompts=request.num_prompts,
+        assumed=engine.assumed,
+    )
+
+
+class _Recorder:
+    """Where the run goes: into its folder, or into memory when there is none."""
+
+    def __init__(self, request: RunRequest, config: RunConfig, workload: ListWorkload, engine: Engine) -> None:
+        self._metric_defs = request.metric_defs
+        self._save_plans = request.save_plans
+        self._fingerprint = hashlib.sha256()
+        self.summary: dict[str, Any] = {}
+        self.writer: RunWriter | None = None
+        self.sink: RunWriter | MemorySink
+        if request.out is None:
+            self.sink = MemorySink()
+        else:
+            self.writer = self.sink = RunWriter.create(
+                request.out,
+                {
+                    "config": config.model_dump(mode="json"),
+                    "workload": workload.about,
+                    "seed": request.seed,
+                    "versions": {"servetwin": version("servetwin")},
+                    "executor": engine.described,
+                    "assumed": list(engine.assumed),
+                },
+                overwrite=request.overwrite,
+                save_tokens=request.save_tokens,
+            )
+
+    def request(self, spec: RequestSpec) -> None:
+        """A request as received."""
+        row = to_jsonl(spec)
+        self._fingerprint.update(orjson.dumps(row))
+        if self.writer is not None:
+            self.writer.workload().write(row)
+
+    def plan(self, frame: Frame) -> None:
+        """A plan that was run."""
+        if self._save_plans and self.writer is not None:
+            self.writer.plans().write(to_json(frame.plan))
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Ends the folder as what the run turned out to be: complete, interrupted, or failed with its error."""
+        try:
+            yield
+        except BaseException as e:
+            self._end("interrupted" if isinstance(e, KeyboardInterrupt) else f"{type(e).__name__}: {e}")
+            if self.writer is not None:
+                say(f"the folder {self.writer.path} holds what had happened until then")
+            raise
+        self._end(None)
+
+    def _end(self, reason: str | None) -> None:
+        log: Tables = read_run(self.writer.path) if self.writer is not None else self._memory()
+        self.summary = summarize(log, self._metric_defs)
+        if self.writer is None:
+            return
+        self.writer.write_summary(self.summary)
+        self.writer.add_to_header(workload_fingerprint=f"sha256:{self._fingerprint.hexdigest()}")
+        if reason is None:
+            self.writer.complete()
+        else:
+            self.writer.fail(reason)
+
+    def _memory(self) -> MemorySink:
+        assert isinstance(self.sink, MemorySink)
+        return self.sink

@@ -1,0 +1,112 @@
+"""What a person sees of a run in the terminal: progress on stderr, tables on stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from servetwin.sim.units import ns_to_seconds
+
+LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "E2E"), ("queue", "queue"))
+
+
+def say(message: str) -> None:
+    """One line on stderr."""
+    print(message, file=sys.stderr)  # noqa: T201 - stderr is for people
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    import orjson
+
+    sys.stdout.buffer.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+
+class RunProgress:
+    """A progress bar of ended requests; simulated time and steps beside it."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._steps = 0
+        self._progress = Progress(
+            TextColumn("serving"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("requests | {task.fields[steps]} steps | simulated {task.fields[simulated_s]:.1f} s | wall"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("", total=total, steps=0, simulated_s=0.0)
+
+    def __enter__(self) -> RunProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def step(self, num_ended: int, now_ns: int) -> None:
+        """One step more, in which `num_ended` requests finished, at simulated time `now_ns`."""
+        self._steps += 1
+        self._progress.update(
+            self._task, advance=num_ended, steps=self._steps, simulated_s=ns_to_seconds(now_ns)
+        )
+
+    def done(self, now_ns: int) -> None:
+        """Everything is served (refused and aborted requests included)."""
+        self._progress.update(self._task, completed=self._total, simulated_s=ns_to_seconds(now_ns))
+
+
+def results_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """The figures of a run: latencies, then load and cache."""
+    return [_latency_table(summary), _figures_table(summary)]
+
+
+def _latency_table(summary: Mapping[str, Any]) -> Table:
+    own = summary["servetwin"]
+    table = Table(title=f"Latency in ms ({own['metric_defs']} definitions)", title_justify="left")
+    table.add_column("")
+    for column in ("mean", "p50", "p90", "p99"):
+        table.add_column(column, justify="right")
+    table.add_column("formula", style="dim")
+    formulas = {**own["formulas"], "e2el": own["formulas"].get("e2e", "")}
+    for key, title in LATENCIES:
+        statistics = own["latency"].get(f"{key}_ms")
+        if statistics is not None:
+            cells = [_number(statistics.get(name)) for name in ("mean", "p50", "p90", "p99")]
+            table.add_row(title, *cells, formulas.get(key, ""))
+    return table
+
+
+def _figures_table(summary: Mapping[str, Any]) -> Table:
+    own = summary["servetwin"]
+    table = Table(title="Load and cache", title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    ended = ", ".join(f"{count} {reason}" for reason, count in own["requests"].items() if count)
+    table.add_row("requests", ended or "none")
+    table.add_row("duration (simulated)", f"{_number(summary['duration'])} s")
+    table.add_row("busy time", f"{_number(summary['busy_time_s'])} s in {own['steps']:,} steps")
+    table.add_row("request throughput", f"{_number(summary['request_throughput'])} requests/s")
+    table.add_row("output throughput", f"{_number(summary['output_throughput'])} tokens/s")
+    table.add_row("total throughput", f"{_number(summary['total_token_throughput'])} tokens/s")
+    table.add_row("KV peak", _percent(own["kv_peak_used_fraction"]))
+    table.add_row("preemptions", f"{own['preemptions']:,} ({own['recomputed_tokens']:,} tokens recomputed)")
+    table.add_row(
+        "prefix hits",
+        f"{own['prefix_hit_tokens']:,} of {own['prefix_query_tokens']:,} tokens ({_percent(own['prefix_hit_rate'])})",
+    )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "no data" if value is None else f"{value:,.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+
+
+def _percent(fraction: float | None) -> str:
+    return "no data" if fraction is None else f"{100 * fraction:.1f} %"

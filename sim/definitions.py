@@ -1,0 +1,112 @@
+"""What TTFT, TPOT, ITL and E2E mean to whom: named sets of formulas over raw timestamps.
+
+The same word names different quantities in different tools, so every number goes with its formula. All sets
+are applied to completed requests (finish reason length or stop). Sources: vLLM 0.22.0 `v1/metrics/stats.py`
+and `benchmarks/serve.py`; the metric pages of GuideLLM and inference-perf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Times = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timestamps:
+    """Completed requests as arrays [requests]: instants in ns, lengths in tokens."""
+
+    arrival: Times
+    queued: Times
+    first_scheduled: Times
+    first_token: Times
+    last_token: Times
+    finish: Times
+    output_tokens: Times
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One quantity in nanoseconds, of the pooled gaps between outputs unless a subclass says otherwise."""
+
+    formula: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetric(Metric):
+    """One sample per request."""
+
+    of: Callable[[Timestamps], Times]
+    """Array [requests] of ns, NaN where a request has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDefinitions:
+    """How one tool defines its latencies."""
+
+    name: str
+    ttft: RequestMetric
+    tpot: RequestMetric
+    itl: Metric
+    e2e: RequestMetric
+
+    def formulas(self) -> dict[str, str]:
+        """Metric name -> formula, to stand wherever the numbers stand."""
+        return {name: getattr(self, name).formula for name in ("ttft", "tpot", "itl", "e2e")}
+
+
+def _mean_gap(r: Timestamps) -> Times:
+    import numpy as np
+
+    gaps = np.where(r.output_tokens > 1, r.output_tokens - 1, np.nan)
+    return (r.last_token - r.first_token) / gaps
+
+
+def _mean_gap_or_zero(r: Timestamps) -> Times:
+    import numpy as np
+
+    return np.nan_to_num(_mean_gap(r), nan=0.0)
+
+
+MEAN_GAP = "(last_token - first_token) / (output_tokens - 1)"
+TTFT = RequestMetric("first_token - arrival", lambda r: r.first_token - r.arrival)
+TPOT = RequestMetric(f"{MEAN_GAP}, output_tokens > 1", _mean_gap)
+TPOT_OR_ZERO = RequestMetric(f"{MEAN_GAP}, 0 for one token", _mean_gap_or_zero)
+TPOT_WITH_TTFT = RequestMetric(
+    "(last_token - arrival) / output_tokens, which includes TTFT",
+    lambda r: (r.last_token - r.arrival) / r.output_tokens,
+)
+POOLED_ITL = Metric("gaps between successive outputs of a request, pooled over all requests")
+MEAN_ITL = RequestMetric(f"per request: {TPOT.formula}", _mean_gap)
+CLIENT_E2E = RequestMetric("last_token - arrival", lambda r: r.last_token - r.arrival)
+SERVER_E2E = RequestMetric("finish - arrival", lambda r: r.finish - r.arrival)
+
+DEFINITIONS: dict[str, MetricDefinitions] = {
+    d.name: d
+    for d in (
+        MetricDefinitions("vllm-server", TTFT, TPOT_OR_ZERO, POOLED_ITL, SERVER_E2E),
+        MetricDefinitions("vllm-bench", TTFT, TPOT, POOLED_ITL, CLIENT_E2E),
+        MetricDefinitions("guidellm", TTFT, TPOT_WITH_TTFT, MEAN_ITL, SERVER_E2E),
+        MetricDefinitions("inference-perf", TTFT, TPOT, POOLED_ITL, CLIENT_E2E),
+    )
+}
+
+ENGINE_INTERVALS: dict[str, RequestMetric] = {
+    "queue": RequestMetric("first_scheduled - queued", lambda r: r.first_scheduled - r.queued),
+    "prefill": RequestMetric("first_token - first_scheduled", lambda r: r.first_token - r.first_scheduled),
+    "decode": RequestMetric("last_token - first_token", lambda r: r.last_token - r.first_token),
+    "inference": RequestMetric("last_token - first_scheduled", lambda r: r.last_token - r.first_scheduled),
+}
+"""The engine's view of a request, as in vLLM; waits after a preemption fall into prefill or decode."""
+
+
+def definitions(name: str) -> MetricDefinitions:
+    """The set of that name; ValueError naming the allowed ones otherwise."""
+    if name not in DEFINITIONS:
+        raise ValueError(f"metric definitions {name!r} are not known; allowed: {', '.join(DEFINITIONS)}")
+    return DEFINITIONS[name]

@@ -1,0 +1,217 @@
+"""The SimPy driver of one engine: it owns the waiting, `EngineCore` owns the deciding.
+
+Order at one instant: aborts due, step end (update), arrivals, aborts again, next schedule. While a step runs,
+simulated time stands still; it then moves on by the step's duration, measured or modelled. Idle time is skipped.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+import simpy
+
+from servetwin.sim.contract import SamplingParams, StepResult, StepTimer
+from servetwin.sim.engine_core import EngineCore
+from servetwin.sim.events import EventLog
+from servetwin.sim.host_model import HostModel, LinearHostModel
+from servetwin.sim.records import EngineCoreOutputs, Frame
+from servetwin.sim.request import Request
+from servetwin.sim.token_source import TokenSource
+from servetwin.sim.units import seconds_to_ns
+from servetwin.workloads.spec import RequestSpec, Workload
+
+
+class StalledError(RuntimeError):
+    """Requests are left, nothing can be scheduled, and no event will ever change that."""
+
+
+class StepObserver(Protocol):
+    """Called after every step: progress, checks, recording of plans."""
+
+    def __call__(self, frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None: ...
+
+
+SamplingOf = Callable[[RequestSpec], SamplingParams]
+
+
+class EngineProcess:
+    """One engine in simulated time (integer ns). `run` is the SimPy process.
+
+    The workload is pulled, one request ahead of time; requests that can never run are refused and logged. Raises
+    StalledError rather than spinning.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        core: EngineCore,
+        timer: StepTimer,
+        workload: Workload,
+        log: EventLog,
+        *,
+        tokens: TokenSource,
+        sampling: SamplingOf,
+        host: HostModel | None = None,
+        on_request: Callable[[RequestSpec], None] | None = None,
+        on_step: StepObserver | None = None,
+    ) -> None:
+        self.env = env
+        self.core = core
+        self.timer = timer
+        self.log = log
+        self._arrivals = _Arrivals(workload)
+        self._aborts: list[tuple[int, int, str]] = []
+        self._abort_count = 0
+        self._tokens = tokens
+        self._sampling = sampling
+        self._host = host or LinearHostModel()
+        self._on_request = on_request
+        self._on_step = on_step
+
+    @property
+    def now(self) -> int:
+        """Simulated time in ns."""
+        return int(self.env.now)
+
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        """Serves the workload to its end."""
+        while True:
+            self._take_in()
+            self._abort_due()
+            frame = self.core.begin(self.now)
+            if frame is None:
+                arrival = self._arrivals.next_ns()
+                if arrival is None:
+                    return
+                yield self._wait_until(arrival)
+            elif _is_idle(frame):
+                yield self._sit_out(frame)
+            else:
+                yield from self._step(frame)
+
+    # ------------------------------------------------------------ a step
+
+    def _step(self, frame: Frame) -> Generator[simpy.Event, Any, None]:
+        self.log.scheduled(frame)
+        self._log_blocks()
+        schedule_ns = self._host.schedule_ns(frame.plan)
+        result = self.timer.run(frame.plan)
+        host_ns = schedule_ns + self._host.update_ns(frame.plan)
+        yield self.env.timeout(host_ns + result.prepare_ns + result.device_ns)
+        self._abort_due()
+        outputs = self.core.complete(frame, result.output)
+        self.log.stepped(frame, result, host_ns, self.now, outputs)
+        self._log_blocks()
+        for request_id in outputs.finished:
+            self._ended(request_id)
+        if self._on_step is not None:
+            self._on_step(frame, result, outputs)
+
+    def _sit_out(self, frame: Frame) -> simpy.Event:
+        """A schedule call that found nothing to do: only an arrival or an abort can change that."""
+        self.core.abandon(frame)
+        times = [t for t in (self._arrivals.next_ns(), self._aborts[0][0] if self._aborts else None) if t is not None]
+        if not times:
+            left = ", ".join(sorted(self.core.scheduler.requests)[:5])
+            raise StalledError(
+                f"at {self.now} ns nothing can be scheduled and nothing will arrive; unfinished requests: {left}"
+            )
+        return self._wait_until(min(times))
+
+    def _wait_until(self, time_ns: int) -> simpy.Event:
+        return self.env.timeout(max(time_ns - self.now, 0))
+
+    # ------------------------------------------------------------ requests in and out
+
+    def _take_in(self) -> None:
+        """Takes in every request that has arrived by now."""
+        while (arrival := self._arrivals.next_ns()) is not None and arrival <= self.now:
+            spec = self._arrivals.pop()
+            if self._on_request is not None:
+                self._on_request(spec)
+            request = self._request(spec, arrival)
+            refusal = self.core.refusal(request)
+            if refusal is not None:
+                self.log.refused(spec, self.now, refusal)
+                self._arrivals.finished(spec.request_id, self.now)
+                continue
+            self._tokens.add(spec)
+            self.core.add_request(request, self.now)
+            self.log.arrived(spec, self.now)
+            if spec.abort_s is not None:
+                self._abort_count += 1
+                heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, spec.request_id))
+
+    def _request(self, spec: RequestSpec, arrival_ns: int) -> Request:
+        config = self.core.config
+        return Request(
+            spec.request_id,
+            self._tokens.prompt(spec),
+            self._sampling(spec),
+            block_size=config.cache.block_size,
+            max_model_len=config.model.max_model_len,
+            arrival_ns=arrival_ns,
+            priority=spec.priority,
+            eos_token_id=config.model.eos_token_id,
+        )
+
+    def _abort_due(self) -> None:
+        """Aborts whose time has come. One due before its request was taken in has waited for that."""
+        while self._aborts and self._aborts[0][0] <= self.now:
+            _, _, request_id = heapq.heappop(self._aborts)
+            request = self.core.scheduler.requests.get(request_id)
+            if request is None:
+                continue
+            blocks = self.core.scheduler.kv.num_blocks(request)
+            self.core.abort_requests([request_id])
+            self.log.aborted(request_id, self.now, request.num_computed_tokens, blocks)
+            self._ended(request_id)
+        self._log_blocks()
+
+    def _ended(self, request_id: str) -> None:
+        self._tokens.drop(request_id)
+        self._arrivals.finished(request_id, self.now)
+
+    def _log_blocks(self) -> None:
+        changes = self.core.drain_block_changes()
+        if changes:
+            self.log.block_changes(changes, self.now)
+
+
+class _Arrivals:
+    """The requests that a workload has named and that have not arrived yet, earliest first."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._open_loop = bool(getattr(workload, "open_loop", False))
+        self._ahead: list[tuple[int, int, RequestSpec]] = []
+        self._count = 0
+        self._pull()
+
+    def next_ns(self) -> int | None:
+        """When the next request arrives; None when none is known."""
+        return self._ahead[0][0] if self._ahead else None
+
+    def pop(self) -> RequestSpec:
+        spec = heapq.heappop(self._ahead)[2]
+        self._pull()
+        return spec
+
+    def finished(self, request_id: str, now_ns: int) -> None:
+        self._workload.finished(request_id, now_ns)
+        if not self._open_loop or not self._ahead:
+            # A closed loop may now know a request that is due before those it named already.
+            self._pull()
+
+    def _pull(self) -> None:
+        spec = self._workload.next()
+        if spec is not None:
+            self._count += 1
+            heapq.heappush(self._ahead, (seconds_to_ns(spec.arrival_s), self._count, spec))
+
+
+def _is_idle(frame: Frame) -> bool:
+    """Nothing scheduled and nothing to tell the worker: such a step would not move anything."""
+    return not frame.plan.num_scheduled_tokens and not frame.plan.finished_req_ids and not frame.record.preempted

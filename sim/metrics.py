@@ -1,0 +1,285 @@
+"""Figures of a run as pure functions of its tables: the keys of `vllm bench serve`, and ours beside them.
+
+Completed means finish reason length or stop; latencies and totals are those of completed requests. A figure
+without a sample is None ("no data"), never 0. Percentiles interpolate linearly (numpy's default), standard
+deviations are those of the population.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from servetwin.sim.definitions import (
+    CLIENT_E2E,
+    DEFINITIONS,
+    ENGINE_INTERVALS,
+    TPOT_OR_ZERO,
+    TTFT,
+    Metric,
+    RequestMetric,
+    Timestamps,
+    definitions,
+)
+from servetwin.sim.events import COMPLETED
+from servetwin.sim.tables import Tables, ns_array
+from servetwin.sim.units import NS_PER_S
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "DEFINITIONS",
+    "Distribution",
+    "busy_time_s",
+    "distribution",
+    "engine_intervals",
+    "finish_counts",
+    "kv_peak_used_fraction",
+    "statistics_ms",
+    "summarize",
+    "timestamps",
+]
+
+Array = np.ndarray[tuple[int], np.dtype[np.float64]]
+NS_PER_MS = 1e6
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Samples with multiplicities, in ascending order; NaN samples are left out at the door (`of`)."""
+
+    values: Array
+    cumulative: np.ndarray[tuple[int], np.dtype[np.int64]]
+    """Samples up to and including each value."""
+
+    @classmethod
+    def of(cls, samples: Array, counts: Array | None = None) -> Distribution:
+        """From samples [n] and how often each stands (once by default); equal values are joined."""
+        known = ~np.isnan(samples)
+        weights = np.ones(len(samples), dtype=np.int64) if counts is None else counts.astype(np.int64)
+        values, place = np.unique(samples[known], return_inverse=True)
+        totals = np.bincount(place, weights=weights[known], minlength=len(values)).astype(np.int64)
+        return cls(values[totals > 0], np.cumsum(totals[totals > 0]))
+
+    @property
+    def count(self) -> int:
+        return int(self.cumulative[-1]) if len(self.cumulative) else 0
+
+    @cached_property
+    def _weights(self) -> Array:
+        return np.diff(self.cumulative, prepend=0).astype(np.float64)
+
+    @property
+    def mean(self) -> float | None:
+        return float(self.values @ self._weights) / self.count if self.count else None
+
+    @property
+    def std(self) -> float | None:
+        """Of the population (divided by n)."""
+        if self.mean is None:
+            return None
+        return float(np.sqrt(((self.values - self.mean) ** 2) @ self._weights / self.count))
+
+    @property
+    def max(self) -> float | None:
+        return float(self.values[-1]) if self.count else None
+
+    def percentile(self, p: float) -> float | None:
+        """As `numpy.percentile` gives it for the samples written out; p in 0..100."""
+        if not self.count:
+            return None
+        place = (self.count - 1) * p / 100
+        below = int(place)
+        ranks = (below, min(below + 1, self.count - 1))
+        low, high = self.values[np.searchsorted(self.cumulative, ranks, side="right")]
+        return float(low + (high - low) * (place - below))
+
+
+def summarize(
+    log: Tables, metric_defs: str = "vllm-bench", goodput_ms: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """All figures of a run as JSON values.
+
+    `metric_defs`: vllm-server, vllm-bench, guidellm or inference-perf. `goodput_ms`: limits in ms for any of
+    ttft, tpot, e2el; `request_goodput` counts completed requests within all of them. Keys ending in _ms are
+    milliseconds, rates are per second of `duration` (first arrival to last finish of a completed request).
+    """
+    chosen = definitions(metric_defs)
+    done = log.requests[log.requests.finish_reason.isin(COMPLETED)]
+    times = timestamps(done)
+    latencies = {
+        "ttft": distribution(chosen.ttft, times, log.itl),
+        "tpot": distribution(chosen.tpot, times, log.itl),
+        "itl": distribution(chosen.itl, times, log.itl),
+        "e2el": distribution(chosen.e2e, times, log.itl),
+    }
+    return {
+        **_totals(log.requests, done, times, goodput_ms),
+        **_peaks(times, log.itl),
+        **{k: v for name, d in latencies.items() for k, v in _bench_statistics(name, d).items()},
+        "busy_time_s": busy_time_s(log.steps),
+        "servetwin": {
+            "metric_defs": chosen.name,
+            "formulas": chosen.formulas() | {name: m.formula for name, m in ENGINE_INTERVALS.items()},
+            "percentile_method": "linear",
+            "requests": finish_counts(log.requests),
+            "latency": {
+                f"{name}_ms": statistics_ms(d)
+                for name, d in (latencies | engine_intervals(times, log.itl)).items()
+            },
+            **_engine_figures(log),
+        },
+    }
+
+
+def timestamps(requests: pd.DataFrame) -> Timestamps:
+    """Rows of `requests` as arrays in ns."""
+    return Timestamps(
+        arrival=ns_array(requests.arrival_s),
+        queued=ns_array(requests.queued_s),
+        first_scheduled=ns_array(requests.first_scheduled_s),
+        first_token=ns_array(requests.first_token_s),
+        last_token=ns_array(requests.last_token_s),
+        finish=ns_array(requests.finish_s),
+        output_tokens=requests.num_output_tokens.to_numpy(dtype=np.float64),
+    )
+
+
+def distribution(metric: Metric, times: Timestamps, itl: pd.DataFrame) -> Distribution:
+    """A metric over completed requests, or over their pooled gaps, in ns."""
+    if isinstance(metric, RequestMetric):
+        return Distribution.of(metric.of(times))
+    return Distribution.of(ns_array(itl.gap_s), itl.samples.to_numpy(dtype=np.float64))
+
+
+def engine_intervals(times: Timestamps, itl: pd.DataFrame) -> dict[str, Distribution]:
+    """Queue, prefill, decode and inference time of completed requests, in ns."""
+    return {name: distribution(metric, times, itl) for name, metric in ENGINE_INTERVALS.items()}
+
+
+def statistics_ms(d: Distribution) -> dict[str, Any]:
+    """Number of samples, and mean, std, percentiles and maximum in ms (None without samples)."""
+    return {
+        "count": d.count,
+        "mean": _ms(d.mean),
+        "std": _ms(d.std),
+        **{f"p{p}": _ms(d.percentile(p)) for p in PERCENTILES},
+        "max": _ms(d.max),
+    }
+
+
+def finish_counts(requests: pd.DataFrame) -> dict[str, int]:
+    """Requests by how they ended; `open`: not when the log was closed. The counts add up to all requests."""
+    counts = {str(reason): int(n) for reason, n in requests.finish_reason.value_counts().items()}
+    return dict(sorted(counts.items())) | {"open": int(requests.finish_reason.isna().sum())}
+
+
+def busy_time_s(steps: pd.DataFrame) -> float:
+    """Seconds in which the worker prepared or the device ran: the sum of prepare_s + device_s."""
+    busy_ns = float(np.sum(ns_array(steps.prepare_s) + ns_array(steps.device_s)))
+    return busy_ns / NS_PER_S
+
+
+def _bench_statistics(name: str, d: Distribution) -> dict[str, float | None]:
+    figures = {"mean": d.mean, "median": d.percentile(50), "std": d.std, "p99": d.percentile(99)}
+    return {f"{figure}_{name}_ms": _ms(value) for figure, value in figures.items()}
+
+
+def _totals(
+    requests: pd.DataFrame, done: pd.DataFrame, times: Timestamps, goodput_ms: Mapping[str, float] | None
+) -> dict[str, Any]:
+    first_arrival = ns_array(requests.arrival_s).min(initial=np.inf)
+    duration = float(times.finish.max() - first_arrival) / NS_PER_S if len(done) else None
+    inputs, outputs = int(done.num_prompt_tokens.sum()), int(done.num_output_tokens.sum())
+
+    def rate(count: int) -> float | None:
+        return count / duration if duration else None
+
+    return {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(requests) - len(done),
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "request_throughput": rate(len(done)),
+        "request_goodput": rate(_good(times, goodput_ms)) if goodput_ms else None,
+        "output_throughput": rate(outputs),
+        "total_token_throughput": rate(inputs + outputs),
+    }
+
+
+def _good(times: Timestamps, limits_ms: Mapping[str, float]) -> int:
+    """Completed requests within all limits, as `vllm bench serve --goodput` counts (TPOT of one token: 0)."""
+    metrics = {"ttft": TTFT, "tpot": TPOT_OR_ZERO, "e2el": CLIENT_E2E}
+    good = np.ones(len(times.arrival), dtype=bool)
+    for name, limit_ms in limits_ms.items():
+        if name not in metrics:
+            raise ValueError(f"goodput limit {name!r} is not known; allowed: {', '.join(metrics)}")
+        good &= metrics[name].of(times) <= limit_ms * NS_PER_MS
+    return int(good.sum())
+
+
+def _peaks(times: Timestamps, itl: pd.DataFrame) -> dict[str, Any]:
+    """Largest number of outputs, and of requests present, in one second; seconds start at the first arrival.
+
+    As in `vllm bench serve`: completed requests only; one is present in every second that it touches.
+    """
+    if not len(times.arrival):
+        return {"max_output_tokens_per_s": None, "max_concurrent_requests": None}
+    origin = times.arrival.min()
+    first, last = _seconds(times.arrival - origin), _seconds(times.last_token - origin)
+    size = int(last.max()) + 2
+    changes = np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)
+    gap_ends = _seconds(ns_array(itl.time_s) - origin)
+    kept = (gap_ends >= 0) & (gap_ends < size)
+    outputs = np.bincount(_seconds(times.first_token - origin), minlength=size) + np.bincount(
+        gap_ends[kept], weights=itl.samples.to_numpy()[kept], minlength=size
+    )
+    return {
+        "max_output_tokens_per_s": float(outputs.max()),
+        "max_concurrent_requests": int(np.cumsum(changes).max()),
+    }
+
+
+def _seconds(ns: Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    seconds: np.ndarray[tuple[int], np.dtype[np.int64]] = (ns // NS_PER_S).astype(np.int64)
+    return seconds
+
+
+def _engine_figures(log: Tables) -> dict[str, Any]:
+    steps, requests = log.steps, log.requests
+    computed = int(steps.prefill_tokens.sum() + steps.decode_tokens.sum())
+    queries, hits = int(steps.prefix_query_tokens.sum()), int(steps.prefix_hit_tokens.sum())
+    recomputed = int(requests.recomputed_tokens.sum())
+    return {
+        "steps": len(steps),
+        "preemptions": int(requests.preemptions.sum()),
+        "evictions": int(steps.evictions.sum()),
+        "computed_tokens": computed,
+        "recomputed_tokens": recomputed,
+        "recomputed_fraction": recomputed / computed if computed else None,
+        "prefix_query_tokens": queries,
+        "prefix_hit_tokens": hits,
+        "prefix_hit_rate": hits / queries if queries else None,
+        "preempted_query_tokens": int(steps.preempted_query_tokens.sum()),
+        "preempted_hit_tokens": int(steps.preempted_hit_tokens.sum()),
+        "kv_peak_used_fraction": kv_peak_used_fraction(steps),
+    }
+
+
+def kv_peak_used_fraction(steps: pd.DataFrame) -> float | None:
+    """Largest share of usable blocks in use after a schedule call (the null block is no usable block)."""
+    if not len(steps):
+        return None
+    usable = steps.used_blocks + steps.cached_free_blocks + steps.free_blocks
+    return float((steps.used_blocks / usable).max())
+
+
+def _ms(ns: float | None) -> float | None:
+    return None if ns is None else ns / NS_PER_MS

@@ -1,0 +1,55 @@
+"""Step timers that compute durations instead of measuring them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult
+from servetwin.sim.steptime.features import Ints, StepFeatures, StepModel, features_of
+from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
+from servetwin.sim.token_source import TokenSource
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantStepModel:
+    """Every step with tokens takes the same time."""
+
+    step_ns: int
+
+    def __post_init__(self) -> None:
+        if self.step_ns < 1:
+            raise ValueError(f"step time must be at least 1 ns, got {self.step_ns} ns: time could stand still")
+
+    def durations_ns(self, features: StepFeatures) -> Ints:
+        return np.where(features.new_tokens > 0, np.int64(self.step_ns), np.int64(0))
+
+
+class ModelledStepTimer:
+    """A StepTimer made of a step model and a source of tokens. Raises ValueError for a step of no duration."""
+
+    def __init__(self, model: StepModel, tokens: TokenSource, source: str) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._source = source
+        self._reader = PlanReader()
+
+    def run(self, plan: SchedulerOutput) -> StepResult:
+        rows = self._reader.rows(plan)
+        duration = int(self._model.durations_ns(features_of(rows))[0]) if rows else 0
+        if rows and duration < 1:
+            raise ValueError(
+                f"the step model {self._source!r} gives {duration} ns for a step of "
+                f"{plan.total_num_scheduled_tokens} tokens; a step with tokens must take at least 1 ns"
+            )
+        return StepResult(prepare_ns=0, device_ns=duration, output=self._output(rows), source=self._source)
+
+    def _output(self, rows: list[PlanRow]) -> ModelRunnerOutput:
+        return ModelRunnerOutput(
+            req_ids=[r.request_id for r in rows],
+            req_id_to_index={r.request_id: i for i, r in enumerate(rows)},
+            sampled_token_ids=[
+                [self._tokens.output_id(r.request_id, r.num_output_tokens)] if r.samples else [] for r in rows
+            ],
+        )

@@ -1,0 +1,30 @@
+"""Checks of arguments; each raises WorkloadError with name, value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+from servetwin.workloads.spec import WorkloadError
+
+
+def is_int(value: object) -> bool:
+    """True for a whole number; a bool is not one, although Python says so."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: int, at_least: int = 1) -> None:
+    """`value` must be a whole number, `at_least` or more."""
+    if not is_int(value) or value < at_least:
+        raise WorkloadError(f"{name} {value!r}: must be a whole number, {at_least} or more")
+
+
+def check_positive(name: str, value: float, hint: str = "") -> None:
+    """`value` must be a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise WorkloadError(f"{name} {value!r}: must be a finite number above 0{hint}")
+
+
+def check_seed(value: int | None) -> None:
+    """`value` must be a whole number, 0 or more, or None."""
+    if value is not None:
+        check_count("seed", value, at_least=0)

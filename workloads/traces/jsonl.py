@@ -1,0 +1,175 @@
+"""Our own trace format, one JSON object a line: every field of a RequestSpec but its source row.
+
+Written and read back without loss. Times stand as written: the file has its own time 0. Fields that hold
+their default may be left out, or null; unknown fields are refused, since they would be ignored silently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from servetwin.workloads.checks import is_int
+from servetwin.workloads.spec import RequestSpec, WorkloadError
+from servetwin.workloads.traces.source import COMPRESSIONS
+from servetwin.workloads.traces.trace import Trace, TraceFormat, row_error
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a field may hold, and how it becomes the value of a RequestSpec."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+    convert: Callable[[Any], Any]
+
+
+def _is_number(value: object) -> bool:
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _is_int_list(value: object) -> bool:
+    # By the set of types: prompts may hold 100,000 ids each.
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+_NAME = _Kind("a text, not empty", lambda v: (isinstance(v, str) and v != "") or is_int(v), str)
+_SECONDS = _Kind("a finite number of seconds, 0 or more", lambda v: _is_number(v) and v >= 0, float)
+_COUNT = _Kind("a whole number, 1 or more", lambda v: is_int(v) and v >= 1, int)
+_INDEX = _Kind("a whole number, 0 or more", lambda v: is_int(v) and v >= 0, int)
+_INT = _Kind("a whole number", is_int, int)
+_SWITCH = _Kind("true or false", lambda v: isinstance(v, bool), bool)
+_TOKEN_IDS = _Kind(
+    "a list of whole numbers, 0 or more", lambda v: _is_int_list(v) and min(v, default=0) >= 0, tuple
+)
+_IDS = _Kind("a list of whole numbers", _is_int_list, tuple)
+
+FIELDS: dict[str, _Kind] = {
+    "request_id": _NAME,
+    "arrival_s": _SECONDS,
+    "prompt_tokens": _COUNT,
+    "prompt_token_ids": _TOKEN_IDS,
+    "output_tokens": _COUNT,
+    "priority": _INT,
+    "session_id": _NAME,
+    "turn": _INDEX,
+    "think_time_s": _SECONDS,
+    "prefix_ids": _IDS,
+    "prefix_block_tokens": _COUNT,
+    "output_token_ids": _TOKEN_IDS,
+    "min_tokens": _INDEX,
+    "stop_token_ids": _TOKEN_IDS,
+    "ignore_eos": _SWITCH,
+    "abort_s": _SECONDS,
+    "client_id": _NAME,
+}
+REQUIRED = ("request_id", "arrival_s", "output_tokens")
+_DEFAULTS = {f.name: f.default for f in fields(RequestSpec) if f.default is not MISSING}
+
+
+def to_jsonl(spec: RequestSpec) -> dict[str, Any]:
+    """One request as plain JSON values; fields that hold their default are left out, `priority` never is."""
+    row: dict[str, Any] = {}
+    for name in FIELDS:
+        value = getattr(spec, name)
+        redundant = name == "prompt_tokens" and spec.prompt_token_ids is not None
+        if not redundant and (name == "priority" or name not in _DEFAULTS or value != _DEFAULTS[name]):
+            row[name] = list(value) if isinstance(value, tuple) else value
+    return row
+
+
+def write_jsonl(path: str | Path, specs: Iterable[RequestSpec]) -> None:
+    """Writes requests in the order given, compressed where the name ends in .gz or .zst.
+
+    The file appears under its name only when it is complete.
+    """
+    final = Path(path)
+    unfinished = final.with_name(final.name + ".unfinished")
+    try:
+        with _open_for_writing(unfinished, COMPRESSIONS.get(final.suffix)) as out:
+            for spec in specs:
+                out.write(orjson.dumps(to_jsonl(spec), option=orjson.OPT_APPEND_NEWLINE))
+        unfinished.replace(final)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _open_for_writing(path: Path, compression: str | None) -> BinaryIO:
+    if compression is None:
+        return path.open("wb")
+    import pyarrow as pa
+
+    stream: BinaryIO = pa.output_stream(str(path), compression=compression)
+    return stream
+
+
+def _read(path: str, lines: Iterator[str]) -> Trace:
+    requests: list[RequestSpec] = []
+    first_row_of: dict[str, int] = {}
+    rows = (line for line in lines if line.strip())
+    for number, line in enumerate(rows, start=1):
+        spec = _request(path, number, _parse(path, number, line))
+        before = first_row_of.setdefault(spec.request_id, number)
+        if before != number:
+            raise row_error(path, number, "request_id", spec.request_id, f"unique; row {before} has it too")
+        requests.append(spec)
+    requests.sort(key=lambda spec: spec.arrival_s)
+    return Trace(requests=requests, format=FORMAT.name, path=path, rows_read=len(requests))
+
+
+def _parse(path: str, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as e:
+        raise WorkloadError(f"{path}: row {number}: is not JSON: {e}") from e
+    if not isinstance(row, dict):
+        raise row_error(path, number, "row", row, "a JSON object")
+    return row
+
+
+def _request(path: str, number: int, row: dict[str, Any]) -> RequestSpec:
+    values: dict[str, Any] = {}
+    for name, value in row.items():
+        kind = FIELDS.get(name)
+        if kind is None:
+            raise row_error(path, number, "field", name, f"one of {', '.join(FIELDS)}")
+        if value is None:
+            continue
+        if not kind.accepts(value):
+            raise row_error(path, number, name, value, kind.allowed)
+        values[name] = kind.convert(value)
+    for name in REQUIRED:
+        if name not in values:
+            raise row_error(path, number, name, None, f"given: {FIELDS[name].allowed}")
+    _check_tokens(path, number, values)
+    try:
+        return RequestSpec(**values, source_row=number)
+    except WorkloadError as e:
+        raise WorkloadError(f"{path}: row {number}: {e}") from e
+
+
+def _check_tokens(path: str, number: int, values: dict[str, Any]) -> None:
+    if "prompt_token_ids" in values:
+        values.setdefault("prompt_tokens", len(values["prompt_token_ids"]))
+    if "prompt_tokens" not in values:
+        raise row_error(path, number, "prompt_tokens", None, "given, or prompt_token_ids in its place")
+    answer = values.get("output_token_ids", ())
+    if len(answer) > values["output_tokens"]:
+        allowed = f"at most output_tokens ({values['output_tokens']}) ids"
+        raise row_error(path, number, "output_token_ids", f"{len(answer)} ids", allowed)
+
+
+FORMAT = TraceFormat(
+    name="servetwin jsonl",
+    looks_like="JSON lines with request_id, arrival_s, prompt_tokens or prompt_token_ids, output_tokens",
+    matches=lambda first_line: (
+        first_line.startswith("{")
+        and any(f'"{name}"' in first_line for name in ("arrival_s", "output_tokens"))
+    ),
+    read=_read,
+)
