@@ -105,7 +105,9 @@ VARIANTS: tuple[Attention | CacheWrite, ...] = (
     Attention(name="decode-bf16-d128-g48", tokens=DECODE, heads=48, kv_heads=1),
     Attention(name="decode-bf16-d256-g2", tokens=DECODE, head_dim=256, heads=8, kv_heads=4),
     Attention(name="decode-fp32-d128-g4", tokens=DECODE, dtype=torch.float32),
-    Attention(name="decode-fp32-d256-g48", tokens=DECODE, dtype=torch.float32, head_dim=256, heads=48, kv_heads=1),
+    Attention(
+        name="decode-fp32-d256-g48", tokens=DECODE, dtype=torch.float32, head_dim=256, heads=48, kv_heads=1
+    ),
     Attention(name="prefill-bf16-d128-g4", tokens=PREFILL),
     Attention(name="prefill-fp16-d128-g4", tokens=PREFILL, dtype=torch.float16),
     Attention(name="prefill-bf16-d64-g8", tokens=PREFILL, head_dim=64, heads=64),
@@ -184,10 +186,14 @@ def rows(arches: list[str], names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", nargs="+", choices=ARCHES, default=list(ARCHES), help="default: all")
     names = [v.name for v in VARIANTS]
-    parser.add_argument("--variant", nargs="+", choices=names, default=[], metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--variant", nargs="+", choices=names, default=[], metavar="NAME", help=", ".join(names)
+    )
     parser.add_argument("-o", "--output", type=Path, help="also write the JSON to this file")
     args = parser.parse_args()
     if INTERPRETED:

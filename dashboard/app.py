@@ -67,7 +67,7 @@ def _chosen_definitions() -> str:
             [*DEFINITIONS],
             index=[*DEFINITIONS].index("vllm-bench"),
             key="metric_defs",
-            help="Tools mean different quantities by TTFT, TPOT, ITL and E2E; formulas stand below the table.",
+            help="Tools mean different things by TTFT, TPOT, ITL and E2E; formulas stand below the table.",
         )
     return chosen
 
@@ -108,7 +108,8 @@ def _key_figures(summary: dict[str, Any]) -> None:
         "Prefix hits": _percent(ours["prefix_hit_rate"]),
         "Peak KV use": _percent(ours["kv_peak_used_fraction"]),
     }
-    for column, (label, value) in zip(st.columns(len(figures)), figures.items(), strict=True):
+    columns = [*st.columns(len(figures) // 2), *st.columns(len(figures) // 2)]
+    for column, (label, value) in zip(columns, figures.items(), strict=True):
         column.metric(label, value)
 
 
@@ -118,7 +119,7 @@ def _latencies(ours: dict[str, Any]) -> None:
     st.dataframe(table.astype(object).where(table.notna(), NO_DATA).map(_cell), key="latencies")
     lines = [f"- **{name}**: {formula}" for name, formula in ours["formulas"].items()]
     st.caption(
-        f"Definitions: {ours['metric_defs']}, completed requests; percentiles: {ours['percentile_method']}.\n\n"
+        f"{ours['metric_defs']}, completed requests, percentiles {ours['percentile_method']}:\n\n"
         + "\n".join(lines)
     )
 

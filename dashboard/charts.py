@@ -1,8 +1,9 @@
-"""Charts of a run: pure functions from its tables to Plotly figures, thinned so that a browser can draw them."""
+"""Charts of a run: pure functions from its tables to Plotly figures, thinned to what a browser can draw."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,14 +43,15 @@ def _pick(x: Floats, y: Floats, limit: int) -> Indices:
         from tsdownsample import MinMaxLTTBDownsampler
     except ImportError:
         return min_max(y, limit)
-    picked: Indices = MinMaxLTTBDownsampler().downsample(x, y, n_out=limit).astype(np.int64)
+    downsampler = MinMaxLTTBDownsampler()  # type: ignore[no-untyped-call]
+    picked: Indices = downsampler.downsample(x, y, n_out=limit).astype(np.int64)
     return picked
 
 
 def min_max(y: Floats, limit: int) -> Indices:
     """Indices of the smallest and the largest value in each of limit / 2 equal pieces of y, in order."""
     edges = np.linspace(0, len(y), limit // 2 + 1).astype(np.int64)
-    pieces = list(zip(edges[:-1], edges[1:], strict=True))
+    pieces = list(pairwise(edges))
     lows = [start + int(y[start:stop].argmin()) for start, stop in pieces]
     highs = [start + int(y[start:stop].argmax()) for start, stop in pieces]
     return np.unique(np.array(lows + highs, dtype=np.int64))

@@ -84,7 +84,7 @@ def _check_port(port: int) -> None:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT are put into a list instead of ending this process, which has a child to end first."""
+    """SIGTERM and SIGINT go into a list instead of ending this process, which has a child to end first."""
     told: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:

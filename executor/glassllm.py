@@ -1,7 +1,7 @@
 """Turns the small trained model of the package glassllm into a Hugging Face folder.
 
-`python -m servetwin.executor.glassllm OUT [--language en|pt]`. The model (852,608 parameters, trained on up to
-128 positions) is a Llama in all but layout: its matrices act from the right, and its rotary pairs are
+`python -m servetwin.executor.glassllm OUT [--language en|pt]`. The model (852,608 parameters, trained on up
+to 128 positions) is a Llama in all but layout: its matrices act from the right, and its rotary pairs are
 neighbours (0, 1), (2, 3), ... where Llama pairs the halves of a head (0, d/2), (1, d/2 + 1), ...
 """
 
@@ -32,8 +32,8 @@ UNKNOWN_TEXT = "⁇"
 def convert(out: Path, language: str = "en") -> Path:
     """Writes the folder `out` and gives it back; a complete one is reused as it is.
 
-    Nothing is visible at `out` before everything is written. Raises ValueError for an unknown language and for
-    an `out` that exists and is something else.
+    Nothing is visible at `out` before everything is written. Raises ValueError for an unknown language and
+    for an `out` that exists and is something else.
     """
     if language not in glassllm.LANGUAGES:
         raise ValueError(f"language must be one of {', '.join(sorted(glassllm.LANGUAGES))}, got {language!r}")

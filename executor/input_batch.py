@@ -77,13 +77,18 @@ def lay_out(num_scheduled_tokens: Int64Array, num_computed_tokens: Int64Array) -
     )
 
 
-def build_input_batch(states: RequestStates, num_scheduled_tokens: dict[str, int]) -> InputBatch:
-    """Packs the scheduled tokens of every row, in row order. PlanError when a token or block is unknown."""
-    req_ids = [state.req_id for state in states.rows]
-    num_reqs = len(req_ids)
-    counts = np.fromiter((num_scheduled_tokens[r] for r in req_ids), dtype=np.int64, count=num_reqs)
+def lay_out_rows(states: RequestStates, num_scheduled_tokens: dict[str, int]) -> TokenLayout:
+    """The scheduled tokens of every row, in row order. PlanError when a token or its block is unknown."""
+    num_reqs = len(states.rows)
+    counts = np.array([num_scheduled_tokens[state.req_id] for state in states.rows], dtype=np.int64)
     layout = lay_out(counts, states.num_computed_tokens[:num_reqs])
     _check(states, layout)
+    return layout
+
+
+def build_input_batch(states: RequestStates, layout: TokenLayout) -> InputBatch:
+    """The tensors of the step that `lay_out_rows` laid out."""
+    num_reqs = len(states.rows)
     num_tokens = states.num_tokens[:num_reqs]
     # A chunk that stops short of the last known token has nothing to predict yet.
     logits_rows = np.flatnonzero(layout.seq_lens == num_tokens)
@@ -91,7 +96,7 @@ def build_input_batch(states: RequestStates, num_scheduled_tokens: dict[str, int
     width = int(table.num_blocks[:num_reqs].max())
     device = states.device
     return InputBatch(
-        req_ids=req_ids,
+        req_ids=[state.req_id for state in states.rows],
         logits_rows=logits_rows,
         input_ids=_tensor(states.token_ids[layout.rows, layout.positions], np.int64, device),
         positions=_tensor(layout.positions, np.int64, device),

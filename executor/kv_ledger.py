@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from servetwin.executor.input_batch import lay_out
+from servetwin.executor.input_batch import TokenLayout
 from servetwin.executor.request_state import PlanError, RequestStates
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -36,15 +36,12 @@ class KVLedger:
             np.full(max_model_len, _BASE, dtype=np.uint64), dtype=np.uint64
         )
 
-    def record_step(self, states: RequestStates, num_scheduled_tokens: dict[str, int]) -> None:
+    def record_step(self, states: RequestStates, layout: TokenLayout) -> None:
         """Notes the slots that this step writes, then checks the prefix hits of those it admits.
 
         In that order, since a hit may lie on a block that an earlier row of the same step fills. Raises
         UnwrittenKVError naming the request and the position.
         """
-        num_reqs = len(states.rows)
-        counts = np.array([num_scheduled_tokens[state.req_id] for state in states.rows], dtype=np.int64)
-        layout = lay_out(counts, states.num_computed_tokens[:num_reqs])
         hits = {row: self._prefix(states, row) for row in states.admitted_rows()}
         terms = self._terms(states.token_ids[layout.rows, layout.positions], layout.positions)
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])

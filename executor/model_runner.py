@@ -12,7 +12,7 @@ import torch
 
 from servetwin.executor import kv_cache
 from servetwin.executor.forward_context import ForwardContext, set_forward_context
-from servetwin.executor.input_batch import InputBatch, build_input_batch
+from servetwin.executor.input_batch import InputBatch, build_input_batch, lay_out_rows
 from servetwin.executor.kv_ledger import KVLedger
 from servetwin.executor.model_loader import LoadedModel
 from servetwin.executor.request_state import PlanError, RequestStates
@@ -60,9 +60,9 @@ class ModelRunner:
         self.states.update(plan)
         if not plan.num_scheduled_tokens:
             return None
-        batch = build_input_batch(self.states, plan.num_scheduled_tokens)
-        self.ledger.record_step(self.states, plan.num_scheduled_tokens)
-        return batch
+        layout = lay_out_rows(self.states, plan.num_scheduled_tokens)
+        self.ledger.record_step(self.states, layout)
+        return build_input_batch(self.states, layout)
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:

@@ -5,7 +5,8 @@ Used by the tests of this package, and by checks on machines that have no schedu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,11 +73,11 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": TINY_POSITIONS,
     },
 }
-"""Smallest useful configuration of every supported model type, with windows of a few tokens where there are any."""
+"""Smallest useful configuration of every supported model type; windows are a few tokens wide."""
 
 
 def tiny_model(model_type: str, *, attention: str = ATTENTION_NAME, **overrides: Any) -> PreTrainedModel:
-    """A random float32 model of about 100,000 weights; equal arguments give equal weights, whatever `attention`."""
+    """A random float32 model of about 100,000 weights, the same for every `attention`."""
     config = AutoConfig.for_model(model_type, **{**TINY_CONFIGS[model_type], **overrides})
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -86,6 +87,17 @@ def tiny_model(model_type: str, *, attention: str = ATTENTION_NAME, **overrides:
             if parameter.dim() > 1:
                 parameter.normal_(std=WEIGHT_STD)
     return model.train(False)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Runs the block with so many torch threads: tiny models gain nothing from more, and lose on busy cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The folder's tokenizer, from local files only; None when the folder has none. ValueError when damaged."""
+    """The folder's tokenizer, from local files only; None when there is none. ValueError when damaged."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:

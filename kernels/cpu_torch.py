@@ -42,7 +42,9 @@ def paged_attention(
         keys = _gather(key_cache, blocks, first_key, span.seq_len)
         values = _gather(value_cache, blocks, first_key, span.seq_len)
         rows = slice(span.query_start, span.query_start + span.query_len)
-        _attend_request(query[rows], keys, values, first_key, span, scale, sliding_window, softcap, output[rows])
+        _attend_request(
+            query[rows], keys, values, first_key, span, scale, sliding_window, softcap, output[rows]
+        )
     return output
 
 
@@ -117,14 +119,14 @@ def _attend(
     """Query [q, heads, dim] over keys and values [kv_heads, n, dim] with mask [q, n]: [q, heads, dim]."""
     num_queries, heads, dim = query.shape
     kv_heads, group = keys.shape[0], heads // keys.shape[0]
-    packed = query.unflatten(1, (kv_heads, group)).transpose(0, 1).flatten(1, 2)
+    packed = query.reshape(num_queries, kv_heads, group, dim).transpose(0, 1).flatten(1, 2)
     if mask is not None:
         mask = mask.repeat_interleave(group, dim=0)
     if softcap is None:
         out = scaled_dot_product_attention(packed[None], keys[None], values[None], mask, scale=scale)[0]
     else:
         out = _softcap_attention(packed, keys, values, mask, scale, softcap)
-    return out.unflatten(1, (num_queries, group)).transpose(0, 1).reshape(num_queries, heads, dim)
+    return out.reshape(kv_heads, num_queries, group, dim).transpose(0, 1).reshape(num_queries, heads, dim)
 
 
 def _softcap_attention(

@@ -106,7 +106,9 @@ def reshape_and_cache(
     _check_device("value", value, key)
     _check_caches(key, "key", key_cache, value_cache)
     if key.shape[1] != key_cache.shape[2]:
-        raise ValueError(f"key: got {key.shape[1]} heads, expected the {key_cache.shape[2]} kv_heads of key_cache")
+        raise ValueError(
+            f"key: got {key.shape[1]} heads, expected the {key_cache.shape[2]} kv_heads of key_cache"
+        )
     _check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key)
     name = _resolve(backend, key)
     write = _triton("reshape_and_cache", key) if name == "triton" else _TORCH[name]
@@ -187,7 +189,9 @@ def _check_caches(tokens: Tensor, tokens_name: str, key_cache: Tensor, value_cac
 def _check_heads(query: Tensor, key_cache: Tensor) -> None:
     heads, kv_heads = query.shape[1], key_cache.shape[2]
     if kv_heads == 0 or heads == 0 or heads % kv_heads:
-        raise ValueError(f"query: got {heads} heads, expected a multiple of the {kv_heads} kv_heads of key_cache")
+        raise ValueError(
+            f"query: got {heads} heads, expected a multiple of the {kv_heads} kv_heads of key_cache"
+        )
 
 
 def _check_index(

@@ -250,7 +250,13 @@ def plan_launch(
         grid=(tokens // block_q + reqs, kv_heads),
         args=(
             *(output, query, key_cache, value_cache),
-            *(block_table, seq_lens.contiguous(), query_start_loc.contiguous(), reqs, max_blocks * block_size),
+            *(
+                block_table,
+                seq_lens.contiguous(),
+                query_start_loc.contiguous(),
+                reqs,
+                max_blocks * block_size,
+            ),
             *((scale * LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * LOG2_E)),
             *(*output.stride(), *query.stride(), *key_cache.stride(), *value_cache.stride()),
             *block_table.stride(),

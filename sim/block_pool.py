@@ -94,7 +94,9 @@ class BlockPool:
                 self.num_cached_free -= 1
             self._references[block] += 1
             if self.journal is not None:
-                self.journal.append(BlockChange(block, "touch", request_id, references=self._references[block]))
+                self.journal.append(
+                    BlockChange(block, "touch", request_id, references=self._references[block])
+                )
 
     def release(self, blocks: Iterable[int], request_id: str) -> None:
         """One reference less on each block, in this order; those with none left go to the back of the free queue."""
@@ -106,7 +108,9 @@ class BlockPool:
                 if self._hash_of[block] is not None:
                     self.num_cached_free += 1
             if self.journal is not None:
-                self.journal.append(BlockChange(block, "release", request_id, references=self._references[block]))
+                self.journal.append(
+                    BlockChange(block, "release", request_id, references=self._references[block])
+                )
 
     def insert(self, block: int, block_hash: BlockHash) -> None:
         """Makes the content of a block in use findable, beside older blocks with the same content."""
@@ -165,14 +169,22 @@ class BlockPool:
     def check_integrity(self) -> None:
         """Raises AssertionError when the pool's books do not balance."""
         free = self.free_queue()
-        assert len(free) == len(set(free)) == self.num_free, f"free queue {free} against num_free {self.num_free}"
+        assert len(free) == len(set(free)) == self.num_free, (
+            f"free queue {free} against num_free {self.num_free}"
+        )
         assert 0 not in free, "the null block is in the free queue"
         in_use = [b for b in range(1, self.num_gpu_blocks) if self._references[b] > 0]
         assert sorted(free + in_use) == list(range(1, self.num_gpu_blocks)), "a block is lost or twice there"
         cached_free = sum(self._hash_of[b] is not None for b in free)
-        assert cached_free == self.num_cached_free, f"{cached_free} cached free blocks, counted {self.num_cached_free}"
+        assert cached_free == self.num_cached_free, (
+            f"{cached_free} cached free blocks, counted {self.num_cached_free}"
+        )
         hashed = {b: h for b, h in enumerate(self._hash_of) if h is not None}
-        listed = {b: h for h, holders in self._blocks_of.items() for b in ([holders] if isinstance(holders, int) else holders)}
+        listed = {
+            b: h
+            for h, holders in self._blocks_of.items()
+            for b in ([holders] if isinstance(holders, int) else holders)
+        }
         assert hashed == listed, "the map from content to block differs from the blocks' own hashes"
 
 

@@ -43,7 +43,8 @@ class SamplingParams:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(
-                f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}: smaller values overflow", stacklevel=3
+                f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}: smaller values overflow",
+                stacklevel=3,
             )
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
         if not 0 < self.top_p <= 1:

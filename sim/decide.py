@@ -23,7 +23,7 @@ _STALLED_AFTER = 1000
 
 
 def decide(scenario: Scenario) -> Iterator[Line]:
-    """The lines of a scenario. Raises ScenarioError for a request that can never run, and when nothing moves any more."""
+    """The lines of a scenario. Raises ScenarioError for a request that can never run, or when nothing moves."""
     yield from _Loop(scenario).lines()
 
 
@@ -38,7 +38,9 @@ class _Loop:
         self.clock_ns = 0
         self.out_keys = {r.id: r.out_key or r.id for r in scenario.requests}
         self.arrivals = sorted(scenario.requests, key=self._arrival)
-        self.aborts = sorted((r for r in scenario.requests if self._abort(r) is not None), key=self._abort_key)
+        self.aborts = sorted(
+            (r for r in scenario.requests if self._abort(r) is not None), key=self._abort_key
+        )
         for r in scenario.requests:
             if (problem := self.core.refusal(self._request(r))) is not None:
                 raise ScenarioError(f"request {r.id!r}: {problem}")
@@ -47,11 +49,15 @@ class _Loop:
         idle = 0
         while self._move_on():
             line = self._iteration()
-            quiet = not (line["total_tokens"] or line["arrived"] or line["freed_ids"] or line["finished_req_ids"])
+            quiet = not (
+                line["total_tokens"] or line["arrived"] or line["freed_ids"] or line["finished_req_ids"]
+            )
             idle = idle + 1 if quiet else 0
             if idle > _STALLED_AFTER:
                 waiting = sorted(self.core.scheduler.requests)
-                raise ScenarioError(f"nothing has moved for {idle} iterations; unfinished: {', '.join(waiting)}")
+                raise ScenarioError(
+                    f"nothing has moved for {idle} iterations; unfinished: {', '.join(waiting)}"
+                )
             yield line
 
     # ------------------------------------------------------------ time
@@ -105,7 +111,9 @@ class _Loop:
         line["aborted_during"] = self._abort_due("during")
         outputs = self.core.complete(frame, self._run(plan))
         line["updated_step"] = self.step
-        line["outputs"] = [[o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason] for o in outputs.outputs]
+        line["outputs"] = [
+            [o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason] for o in outputs.outputs
+        ]
         line["freed_ids"] = sorted(outputs.finished)
         line["after_update"] = self._state()
         self.step += 1
@@ -139,7 +147,7 @@ class _Loop:
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """The scenario's model: the next output token of every request whose known tokens are all computed."""
         ids = list(plan.num_scheduled_tokens)
-        sampled = []
+        sampled: list[list[int]] = []
         for request_id in ids:
             request = self.core.scheduler.requests.get(request_id)
             if request is None or request.num_computed_tokens < request.num_tokens:

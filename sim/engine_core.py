@@ -84,7 +84,9 @@ class EngineCore:
 
     def complete(self, frame: Frame, output: ModelRunnerOutput) -> EngineCoreOutputs:
         """Takes in the result of the oldest step in flight."""
-        assert self.in_flight and self.in_flight[0] is frame, "steps complete in the order in which they began"
+        assert self.in_flight and self.in_flight[0] is frame, (
+            "steps complete in the order in which they began"
+        )
         self.in_flight.popleft()
         return self.scheduler.update_from_output(frame.plan, output)
 

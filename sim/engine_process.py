@@ -112,7 +112,11 @@ class EngineProcess:
     def _sit_out(self, frame: Frame) -> simpy.Event:
         """A schedule call that found nothing to do: only an arrival or an abort can change that."""
         self.core.abandon(frame)
-        times = [t for t in (self._arrivals.next_ns(), self._aborts[0][0] if self._aborts else None) if t is not None]
+        times = [
+            t
+            for t in (self._arrivals.next_ns(), self._aborts[0][0] if self._aborts else None)
+            if t is not None
+        ]
         if not times:
             left = ", ".join(sorted(self.core.scheduler.requests)[:5])
             raise StalledError(
@@ -142,7 +146,9 @@ class EngineProcess:
             self.log.arrived(spec, self.now)
             if spec.abort_s is not None:
                 self._abort_count += 1
-                heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, spec.request_id))
+                heapq.heappush(
+                    self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, spec.request_id)
+                )
 
     def _request(self, spec: RequestSpec, arrival_ns: int) -> Request:
         config = self.core.config
@@ -214,4 +220,6 @@ class _Arrivals:
 
 def _is_idle(frame: Frame) -> bool:
     """Nothing scheduled and nothing to tell the worker: such a step would not move anything."""
-    return not frame.plan.num_scheduled_tokens and not frame.plan.finished_req_ids and not frame.record.preempted
+    return (
+        not frame.plan.num_scheduled_tokens and not frame.plan.finished_req_ids and not frame.record.preempted
+    )

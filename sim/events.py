@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from servetwin.sim.contract import StepResult
 from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
 from servetwin.sim.residency import Residency, ResidencyTracker
-from servetwin.sim.tables import NEVER, Columns, Tables
+from servetwin.sim.tables import NEVER, Columns, Part, Tables
 from servetwin.sim.units import seconds_to_ns
 from servetwin.sim.waits import WaitTracker
 from servetwin.workloads import RequestSpec
@@ -37,7 +37,7 @@ COMPLETED = ("length", "stop")
 class Sink(Protocol):
     """Takes complete parts: at one flush one part of every table that has new rows."""
 
-    def write(self, parts: Mapping[str, Columns]) -> None: ...
+    def write(self, parts: Mapping[str, Part]) -> None: ...
 
 
 class MemorySink(Tables):
@@ -46,7 +46,7 @@ class MemorySink(Tables):
     def __init__(self) -> None:
         self._parts: dict[str, list[pa.Table]] = {}
 
-    def write(self, parts: Mapping[str, Columns]) -> None:
+    def write(self, parts: Mapping[str, Part]) -> None:
         for table, columns in parts.items():
             self._parts.setdefault(table, []).append(columns.to_arrow())
 
@@ -128,6 +128,8 @@ class EventLog:
     ) -> None:
         """A step is complete: `end_ns` dates its tokens and whatever finished with it."""
         self._step_row(frame, result, host_ns)
+        if "tokens" in self._columns:
+            self._save_tokens(outputs, end_ns)
         self._note_outputs(outputs, end_ns)
         if outputs.finished:
             self._note_finished(frame, outputs, end_ns)
@@ -151,8 +153,9 @@ class EventLog:
         """The run is over: ends open waits, writes what has not ended (without an end), flushes."""
         self._waits.close(end_ns)
         self._residencies.close()
+        self._take_back_gaps(self._open.values())
         for request_id in [*self._open]:
-            self._ended(request_id, None, NEVER)
+            self._request_row(request_id, None, NEVER)
         self.flush()
 
     # ------------------------------------------------------------ rows
@@ -223,21 +226,26 @@ class EventLog:
         )
 
     def _note_outputs(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
-        gaps: Counter[int] = Counter()
-        tokens = self._columns.get("tokens")
+        """The one loop over all rows of a step, so kept short."""
+        gaps: dict[int, int] = {}
+        requests = self._open
         for output in outputs.outputs:
-            if not output.new_token_ids:
-                continue
-            request = self._open[output.request_id]
-            if request.output_ns:
-                gaps[end_ns - request.output_ns[-1]] += 1
-            if tokens is not None:
-                for index, token_id in enumerate(output.new_token_ids, request.num_output_tokens):
-                    tokens.append(output.request_id, index, token_id, end_ns)
-            request.output_ns.append(end_ns)
-            request.num_output_tokens += len(output.new_token_ids)
+            if output.new_token_ids:
+                request = requests[output.request_id]
+                if before := request.output_ns:
+                    gap_ns = end_ns - before[-1]
+                    gaps[gap_ns] = gaps.get(gap_ns, 0) + 1
+                before.append(end_ns)
+                request.num_output_tokens += len(output.new_token_ids)
         for gap_ns, samples in sorted(gaps.items()):
             self._columns["itl"].append(end_ns, gap_ns, samples)
+
+    def _save_tokens(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
+        for output in outputs.outputs:
+            index = self._open[output.request_id].num_output_tokens
+            for token_id in output.new_token_ids:
+                self._columns["tokens"].append(output.request_id, index, token_id, end_ns)
+                index += 1
 
     def _note_finished(self, frame: Frame, outputs: EngineCoreOutputs, end_ns: int) -> None:
         reasons = {o.request_id: o.finish_reason for o in outputs.outputs if o.finish_reason is not None}
@@ -248,10 +256,13 @@ class EventLog:
             self._event(end_ns, request_id, "finished", reasons[request_id], computed_tokens, blocks)
             self._ended(request_id, reasons[request_id], end_ns)
 
-    def _ended(self, request_id: str, reason: str | None, finish_ns: int) -> None:
-        request = self._open.pop(request_id)
+    def _ended(self, request_id: str, reason: str, finish_ns: int) -> None:
         if reason not in COMPLETED:
-            self._take_back_gaps(request)
+            self._take_back_gaps([self._open[request_id]])
+        self._request_row(request_id, reason, finish_ns)
+
+    def _request_row(self, request_id: str, reason: str | None, finish_ns: int) -> None:
+        request = self._open.pop(request_id)
         spec, outputs = request.spec, request.output_ns
         self._columns["requests"].append(
             request_id,
@@ -271,10 +282,11 @@ class EventLog:
             spec.session_id,
         )
 
-    def _take_back_gaps(self, request: OpenRequest) -> None:
-        """Latencies are those of completed requests: the pool of gaps must not keep those of another."""
-        for before_ns, now_ns in pairwise(request.output_ns):
-            self._columns["itl"].append(now_ns, now_ns - before_ns, -1)
+    def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:
+        """Latencies are those of completed requests: the pool must not keep the gaps of others."""
+        gaps = Counter((now, now - before) for r in requests for before, now in pairwise(r.output_ns))
+        for (now_ns, gap_ns), samples in sorted(gaps.items()):
+            self._columns["itl"].append(now_ns, gap_ns, -samples)
 
     def _flush_if_due(self) -> None:
         if self._steps >= self._flush_at_step or max(map(len, self._columns.values())) >= PART_ROWS:

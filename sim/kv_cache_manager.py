@@ -21,7 +21,13 @@ class KVCacheManager:
     """Block tables of the running requests over one pool."""
 
     def __init__(
-        self, *, block_size: int, num_gpu_blocks: int, max_model_len: int, enable_caching: bool, journal: bool = False
+        self,
+        *,
+        block_size: int,
+        num_gpu_blocks: int,
+        max_model_len: int,
+        enable_caching: bool,
+        journal: bool = False,
     ) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
@@ -59,7 +65,9 @@ class KVCacheManager:
         whole = min(request.num_tokens, self._max_model_len)
         return self._blocks_needed(request, whole, hits) <= self.pool.num_free
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()) -> list[int] | None:
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()
+    ) -> list[int] | None:
         """Room for the next `num_new_tokens` tokens after the computed ones and the hit blocks.
 
         Returns the block ids appended now (hits not included), or None, with nothing changed, when they are not
@@ -100,7 +108,7 @@ class KVCacheManager:
         return count
 
     def _blocks_needed(self, request: Request, num_tokens: int, hits: Sequence[int]) -> int:
-        """Free blocks it takes to hold `num_tokens` tokens. Hit blocks that lie in the free queue count: they leave it."""
+        """Free blocks it takes to hold `num_tokens` tokens; hit blocks that lie in the free queue leave it, so count."""
         held = len(self._tables.get(request.request_id, ()))
         fresh = max(cdiv(num_tokens, self.block_size) - held - len(hits), 0)
         return fresh + sum(self.pool.references(b) == 0 for b in hits)

@@ -274,11 +274,13 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
 
 
 def kv_peak_used_fraction(steps: pd.DataFrame) -> float | None:
-    """Largest share of usable blocks in use after a schedule call (the null block is no usable block)."""
-    if not len(steps):
-        return None
+    """Largest share of usable blocks in use after a schedule call (the null block is no usable block).
+
+    None where no step knows its blocks (plans that were run without a scheduler).
+    """
     usable = steps.used_blocks + steps.cached_free_blocks + steps.free_blocks
-    return float((steps.used_blocks / usable).max())
+    peak = float((steps.used_blocks / usable).max())
+    return None if np.isnan(peak) else peak
 
 
 def _ms(ns: float | None) -> float | None:

@@ -19,7 +19,9 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     text = data.get("text_config", data)
     limit = text.get("max_position_embeddings") or text.get("n_positions") or text.get("max_sequence_length")
     if not isinstance(limit, int) or limit < 1:
-        raise ModelFolderError(f"{folder / 'config.json'}: max_position_embeddings is missing or no positive number")
+        raise ModelFolderError(
+            f"{folder / 'config.json'}: max_position_embeddings is missing or no positive number"
+        )
     if max_model_len is not None and max_model_len > limit:
         raise ModelFolderError(
             f"max_model_len {max_model_len} is above the model's max_position_embeddings {limit} ({folder})"

@@ -17,7 +17,7 @@ class SchedulingPolicy(Protocol):
     """The two decisions a policy takes. Built without arguments; holds no state of a run."""
 
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:
-        """Waiting requests are admitted in ascending order of this key, taken when the request is queued (`now`, ns)."""
+        """Waiting requests are admitted in ascending order of this key, taken when they are queued (`now`, ns)."""
         ...
 
     def choose_victim(self, running: Sequence[Request], now: int) -> Request:

@@ -43,6 +43,7 @@ class Request:
     """A request known to the scheduler. Progress is one number: computed tokens catch up with known tokens."""
 
     __slots__ = (
+        "_hashes",
         "arrival_ns",
         "eos_token_id",
         "max_tokens",
@@ -57,7 +58,6 @@ class Request:
         "sampling_params",
         "status",
         "stop_reason",
-        "_hashes",
     )
 
     def __init__(

@@ -31,7 +31,7 @@ from servetwin.sim.run_files import (
     write_part,
     writing,
 )
-from servetwin.sim.tables import SCHEMAS, Columns, Tables, differences, tables_equal
+from servetwin.sim.tables import SCHEMAS, Columns, Part, Tables, differences, tables_equal
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -100,12 +100,12 @@ class RunWriter:
         writer._write_header()
         return writer
 
-    def write(self, parts: Mapping[str, Columns]) -> None:
+    def write(self, parts: Mapping[str, Part]) -> None:
         """One new part per table given, then the list of parts; streams are flushed first."""
         for stream in self._streams.values():
             stream.flush()
-        for table, columns in parts.items():
-            self._write_part(table, columns)
+        for table, part in parts.items():
+            self._write_part(table, part)
         self._write_header()
 
     def workload(self) -> JsonLines:
@@ -157,10 +157,10 @@ class RunWriter:
             self._streams[name] = JsonLines(self.path / name)
         return self._streams[name]
 
-    def _write_part(self, table: str, columns: Columns) -> None:
+    def _write_part(self, table: str, part: Part) -> None:
         listed: list[str] = self._header["parts"][table]
         name = f"{table}/{len(listed):05}.parquet"
-        write_part(self.path / name, columns.to_arrow())
+        write_part(self.path / name, part.to_arrow())
         listed.append(name)
 
     def _write_header(self) -> None:

@@ -52,7 +52,9 @@ class ScenarioConfig(Config):
     def _supported(self) -> Self:
         for name in ("async_scheduling", "use_v2_model_runner", "spec"):
             if getattr(self, name):
-                raise ValueError(f"{name} {getattr(self, name)!r} is not supported yet; allowed: false or null")
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is not supported yet; allowed: false or null"
+                )
         return self
 
 
@@ -127,10 +129,14 @@ class Scenario(Config):
         wanted, other = ("ns", "step") if clock else ("step", "ns")
         for request in self.requests:
             if getattr(request, f"arrival_{wanted}") is None:
-                raise ValueError(f"request {request.id!r}: arrival_{wanted} is missing (time_mode {self.time_mode})")
+                raise ValueError(
+                    f"request {request.id!r}: arrival_{wanted} is missing (time_mode {self.time_mode})"
+                )
             for field in (f"arrival_{other}", f"abort_{other}"):
                 if getattr(request, field) is not None:
-                    raise ValueError(f"request {request.id!r}: {field} does not go with time_mode {self.time_mode}")
+                    raise ValueError(
+                        f"request {request.id!r}: {field} does not go with time_mode {self.time_mode}"
+                    )
         ids = [r.id for r in self.requests]
         if len(set(ids)) != len(ids):
             raise ValueError(f"request id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
@@ -167,8 +173,8 @@ class Scenario(Config):
             return request.prompt_token_ids
         ids: list[int] = []
         for kind, key, start, length in request.prompt_segments or ():
-            for index in range(start, start + length):
-                ids.append(self.prompt_token(key, index) if kind == "p" else self.output_token(key, index))
+            token = self.prompt_token if kind == "p" else self.output_token
+            ids += [token(key, index) for index in range(start, start + length)]
         return tuple(ids)
 
     def prompt_token(self, stream: str, index: int) -> int:

@@ -193,7 +193,9 @@ class Scheduler:
     def _preempt(self, request: Request, unscheduled: bool, step: _Step, now: int) -> None:
         """Recompute preemption: the request loses its blocks, keeps its outputs, and waits again."""
         step.record.preempted.append(
-            Preemption(request.request_id, request.num_computed_tokens, self.kv.num_blocks(request), unscheduled)
+            Preemption(
+                request.request_id, request.num_computed_tokens, self.kv.num_blocks(request), unscheduled
+            )
         )
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
@@ -213,7 +215,9 @@ class Scheduler:
             if num_tokens > step.budget and not self.config.scheduler.enable_chunked_prefill:
                 return self._note_wait(step, WaitReason.BUDGET)
             num_tokens = min(num_tokens, step.budget)
-            if self.config.scheduler.scheduler_reserve_full_isl and not self.kv.full_sequence_fits(request, hits):
+            if self.config.scheduler.scheduler_reserve_full_isl and not self.kv.full_sequence_fits(
+                request, hits
+            ):
                 return self._note_wait(step, WaitReason.GATE)
             if self.kv.allocate_slots(request, num_tokens, hits) is None:
                 return self._note_wait(step, WaitReason.BLOCKS)
@@ -261,7 +265,9 @@ class Scheduler:
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=sum(step.num_scheduled_tokens.values()),
             scheduled_spec_decode_tokens={},
-            num_common_prefix_blocks=[self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0],
+            num_common_prefix_blocks=[
+                self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0
+            ],
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids={p.request_id for p in step.record.preempted},
         )
@@ -374,11 +380,15 @@ class Scheduler:
         """Raises AssertionError when queues, requests and block tables disagree."""
         self.kv.check_integrity()
         running, waiting = list(self.running), list(self.waiting)
-        assert {id(r) for r in running + waiting} == {id(r) for r in self.requests.values()}, "a request is lost"
+        assert {id(r) for r in running + waiting} == {id(r) for r in self.requests.values()}, (
+            "a request is lost"
+        )
         assert len(running) + len(waiting) == len(self.requests), "a request stands twice"
         assert len(running) <= self.config.scheduler.max_num_seqs, "more requests run than there are seats"
         assert all(self.kv.num_blocks(r) == 0 for r in waiting), "a waiting request holds blocks"
         for request in running:
             slots = self.kv.num_blocks(request) * self.kv.block_size
             assert slots >= request.num_computed_tokens, f"{request} has no room for its computed tokens"
-            assert slots - request.num_computed_tokens < self.kv.block_size, f"{request} holds blocks it does not need"
+            assert slots - request.num_computed_tokens < self.kv.block_size, (
+                f"{request} holds blocks it does not need"
+            )

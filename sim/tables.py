@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from servetwin.sim.units import NS_PER_S
 
@@ -98,6 +98,12 @@ ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl":
 
 NOT_COMPARED = ("source", "predicted_", "wall_")
 """Columns whose names begin so say where a number came from; two equal logs may differ in them."""
+
+
+class Part(Protocol):
+    """Rows that can be written as one part of a table."""
+
+    def to_arrow(self) -> pa.Table: ...
 
 
 class Columns:

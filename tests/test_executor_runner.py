@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,12 +18,19 @@ from servetwin.executor.testing import (
     PlanWriter,
     reference_logits,
     tiny_model,
+    torch_threads,
 )
 from servetwin.sim.contract import SamplingParams, SchedulerOutput
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40
 EVERY_TYPE = pytest.mark.parametrize("model_type", SUPPORTED_MODEL_TYPES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
 @functools.cache
@@ -191,7 +199,7 @@ def test_rows_that_move_keep_their_requests_apart() -> None:
     engine.plans.add("r5", prompt(7, start=50))
     engine.step({"r3": 1, "r4": 1, "r5": 7})
     states = engine.runner.states
-    assert [state.req_id for state in states.rows] == ["r4", "r3", "r5"]
+    assert [state.req_id for state in states.rows] == ["r3", "r4", "r5"]
     for row in range(3):
         assert not states.block_table.table[row, states.block_table.num_blocks[row] :].any()
     for _ in range(4):
@@ -229,7 +237,7 @@ def test_the_order_of_the_plan_changes_nothing() -> None:
 
 
 def test_a_seed_does_not_depend_on_chunking() -> None:
-    """Case 29: a chunk that stops short of the last known token draws nothing from the request's generator."""
+    """Case 29: a chunk that stops short of the last known token draws nothing from the generator."""
     outputs = []
     for chunks in ([10], [4, 4, 2]):
         engine = Engine()
@@ -330,7 +338,9 @@ def _unknown_request(plan: SchedulerOutput) -> None:
         (_unknown_request, r"names \['a'\]"),
     ],
 )
-def test_a_plan_that_cannot_be_run_is_refused_by_request_and_reason(damage, message) -> None:  # type: ignore[no-untyped-def]
+def test_a_plan_that_cannot_be_run_is_refused_by_request_and_reason(
+    damage: Callable[[SchedulerOutput], None], message: str
+) -> None:
     engine = Engine()
     engine.plans.add("a", prompt(4))
     plan = engine.plans.plan({"a": 4})

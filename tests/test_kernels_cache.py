@@ -12,10 +12,11 @@ SENTINEL = -7.0
 
 
 @pytest.fixture(params=["reference", "cpu", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
+def backend(request: pytest.FixtureRequest) -> ops.Backend:
     if request.param == "triton":
         pytest.importorskip("triton")
-    return str(request.param)
+    backend: ops.Backend = request.param
+    return backend
 
 
 def caches(
@@ -26,13 +27,17 @@ def caches(
     return torch.full(shape, SENTINEL, dtype=dtype), torch.full(shape, SENTINEL, dtype=dtype)
 
 
-def tokens(count: int, kv_heads: int = 3, dim: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def tokens(
+    count: int, kv_heads: int = 3, dim: int = 10, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     rng = torch.Generator().manual_seed(count)
     key, value = torch.randn(2, count, kv_heads, dim, generator=rng).to(dtype)
     return key, value
 
 
-def write(backend: str, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: list[int]) -> None:
+def write(
+    backend: ops.Backend, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: list[int]
+) -> None:
     mapping = torch.tensor(slots, dtype=torch.int64)
     ops.reshape_and_cache(key, value, key_cache, value_cache, mapping, backend=backend)
 
@@ -42,7 +47,7 @@ def changed_slots(cache: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_each_token_lands_in_its_slot(backend: str, dtype: torch.dtype) -> None:
+def test_each_token_lands_in_its_slot(backend: ops.Backend, dtype: torch.dtype) -> None:
     """slot = block * block_size + offset, bit for bit, and nothing else changes."""
     key_cache, value_cache = caches(dtype=dtype)
     key, value = tokens(3, dtype=dtype)
@@ -53,7 +58,7 @@ def test_each_token_lands_in_its_slot(backend: str, dtype: torch.dtype) -> None:
     assert changed_slots(key_cache) == changed_slots(value_cache) == [0, 13, 19]
 
 
-def test_padding_slots_write_nothing(backend: str) -> None:
+def test_padding_slots_write_nothing(backend: ops.Backend) -> None:
     """3 tokens padded to 8 with slot -1: the last slot of the last block keeps its sentinel (report 25)."""
     key_cache, value_cache = caches()
     write(backend, *tokens(8), key_cache, value_cache, [6, 7, 8, -1, -1, -1, -1, -1])
@@ -61,25 +66,25 @@ def test_padding_slots_write_nothing(backend: str) -> None:
 
 
 @pytest.mark.parametrize("slots", [[], [-1, -1]])
-def test_nothing_to_write(backend: str, slots: list[int]) -> None:
+def test_nothing_to_write(backend: ops.Backend, slots: list[int]) -> None:
     """No tokens, or padding alone, leave the cache as it was."""
     key_cache, value_cache = caches()
     write(backend, *tokens(len(slots)), key_cache, value_cache, slots)
     assert changed_slots(key_cache) == changed_slots(value_cache) == []
 
 
-def test_any_strides(backend: str) -> None:
+def test_any_strides(backend: ops.Backend) -> None:
     """K and V interleaved in one cache, and tokens that are slices of a fused projection."""
     pool = torch.full((4, 2, 3, 5, 10), SENTINEL).transpose(2, 3)
     key_cache, value_cache = pool.unbind(1)
-    key, value = torch.randn(2, 10, 6).transpose(1, 2).split(3, dim=1)
+    key, value = torch.randn(2, 10, 6).transpose(1, 2).tensor_split(2, dim=1)
     write(backend, key, value, key_cache, value_cache, [11, 4])
     assert torch.equal(key_cache[2, 1], key[0])
     assert torch.equal(value_cache[0, 4], value[1])
     assert int((pool != SENTINEL).sum()) == 2 * key.numel()
 
 
-def test_more_elements_than_one_program_takes(backend: str) -> None:
+def test_more_elements_than_one_program_takes(backend: ops.Backend) -> None:
     """kv_heads * dim above the size of a program's tile, and not a multiple of it."""
     key_cache, value_cache = caches(kv_heads=33, dim=72)
     key, value = tokens(1, kv_heads=33, dim=72)
@@ -88,7 +93,7 @@ def test_more_elements_than_one_program_takes(backend: str) -> None:
     assert torch.equal(value_cache[1, 4], value[0])
 
 
-def test_offsets_beyond_32_bits(backend: str) -> None:
+def test_offsets_beyond_32_bits(backend: ops.Backend) -> None:
     """Slots past element 2^31 are written where they are (report 47); the pool is virtual memory."""
     pool = torch.empty(70_000, 2, 16, 8, 128, dtype=torch.float16)
     key_cache, value_cache = pool.unbind(1)
@@ -99,7 +104,7 @@ def test_offsets_beyond_32_bits(backend: str) -> None:
 
 
 @pytest.mark.parametrize("torch_backend", ["reference", "cpu"])
-def test_slot_beyond_the_cache_is_refused(torch_backend: str) -> None:
+def test_slot_beyond_the_cache_is_refused(torch_backend: ops.Backend) -> None:
     """The torch backends name the slot and the largest there is, and write nothing."""
     key_cache, value_cache = caches()
     with pytest.raises(ValueError, match="slot_mapping: got slot 20, expected at most 19"):

@@ -21,8 +21,12 @@ MAX_SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448}
 
 def compile_kernels(cache_dir: Path, *arguments: str) -> list[dict[str, Any]]:
     """The report of benchmarks/compile_kernels.py, run where triton compiles rather than interprets."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache_dir)}
-    done = subprocess.run([sys.executable, SCRIPT, *arguments], env=env, capture_output=True, text=True, check=True)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "TRITON_CACHE_DIR": str(cache_dir)
+    }
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], env=env, capture_output=True, text=True, check=True
+    )
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     return rows
 

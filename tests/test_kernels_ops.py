@@ -31,14 +31,38 @@ def attention_arguments(**changed: Any) -> dict[str, Any]:
 REFUSED = {
     "query-rank": ({"query": torch.zeros(3, 64)}, r"query: got \[3, 64\] float32, expected 3 dimensions"),
     "query-dtype": ({"query": torch.zeros(3, 4, 16, dtype=torch.int32)}, "query: got .* int32, expected"),
-    "query-heads": ({"query": torch.zeros(3, 5, 16)}, "query: got 5 heads, expected a multiple of the 2 kv_heads"),
-    "head-dim": ({"query": torch.zeros(3, 4, 8)}, r"key_cache: got \[6, 4, 2, 16\] float32, expected the head dim"),
-    "mixed-dtypes": ({"query": torch.zeros(3, 4, 16, dtype=torch.float16)}, "key_cache: got .* dtype of query"),
-    "value-shape": ({"value_cache": torch.zeros(5, 4, 2, 16)}, "value_cache: got .* expected the shape and dtype"),
-    "table-dtype": ({"block_table": torch.zeros(2, 2).long()}, r"block_table: got \[2, 2\] int64, expected \[2, any"),
-    "lengths": ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, r"seq_lens: got \[3\] int32, expected \[2\] int32"),
-    "starts": ({"query_start_loc": torch.zeros(2, dtype=torch.int32)}, r"query_start_loc: got \[2\].* \[3\] int32"),
-    "device": ({"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, "seq_lens: .* on meta, expected .*cpu"),
+    "query-heads": (
+        {"query": torch.zeros(3, 5, 16)},
+        "query: got 5 heads, expected a multiple of the 2 kv_heads",
+    ),
+    "head-dim": (
+        {"query": torch.zeros(3, 4, 8)},
+        r"key_cache: got \[6, 4, 2, 16\] float32, expected the head dim",
+    ),
+    "mixed-dtypes": (
+        {"query": torch.zeros(3, 4, 16, dtype=torch.float16)},
+        "key_cache: got .* dtype of query",
+    ),
+    "value-shape": (
+        {"value_cache": torch.zeros(5, 4, 2, 16)},
+        "value_cache: got .* expected the shape and dtype",
+    ),
+    "table-dtype": (
+        {"block_table": torch.zeros(2, 2).long()},
+        r"block_table: got \[2, 2\] int64, expected \[2, any",
+    ),
+    "lengths": (
+        {"seq_lens": torch.zeros(3, dtype=torch.int32)},
+        r"seq_lens: got \[3\] int32, expected \[2\] int32",
+    ),
+    "starts": (
+        {"query_start_loc": torch.zeros(2, dtype=torch.int32)},
+        r"query_start_loc: got \[2\].* \[3\] int32",
+    ),
+    "device": (
+        {"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")},
+        "seq_lens: .* on meta, expected .*cpu",
+    ),
     "window": ({"sliding_window": 0}, "sliding_window: got 0, expected 1 or more"),
     "softcap": ({"softcap": 0.0}, "softcap: got 0.0, expected more than 0"),
     "backend": ({"backend": "cuda"}, "backend: got 'cuda', expected 'triton', 'cpu', 'reference'"),
@@ -84,9 +108,15 @@ def write_arguments(**changed: Any) -> dict[str, Any]:
     ("changed", "message"),
     [
         ({"value": torch.zeros(2, 2, 16)}, "value: got .* expected the shape and dtype of key"),
-        ({"key": torch.zeros(3, 4, 16), "value": torch.zeros(3, 4, 16)}, "key: got 4 heads, expected the 2 kv_heads"),
+        (
+            {"key": torch.zeros(3, 4, 16), "value": torch.zeros(3, 4, 16)},
+            "key: got 4 heads, expected the 2 kv_heads",
+        ),
         ({"slot_mapping": torch.tensor([0, 1])}, r"slot_mapping: got \[2\] int64, expected \[3\] int64"),
-        ({"slot_mapping": torch.zeros(3, dtype=torch.int32)}, "slot_mapping: got .* int32, expected .* int64"),
+        (
+            {"slot_mapping": torch.zeros(3, dtype=torch.int32)},
+            "slot_mapping: got .* int32, expected .* int64",
+        ),
     ],
 )
 def test_cache_write_refuses_wrong_arguments(changed: dict[str, Any], message: str) -> None:
@@ -107,7 +137,9 @@ def run_python(code: str) -> str:
     """The output of a fresh interpreter in which triton compiles rather than interprets."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     prelude = "import sys, torch\nfrom servetwin.kernels import ops\n"
-    call = "ops.reshape_and_cache(*torch.zeros(2, 1, 1, 8), *torch.zeros(2, 1, 1, 1, 8), torch.zeros(1).long(), "
+    call = (
+        "ops.reshape_and_cache(*torch.zeros(2, 1, 1, 8), *torch.zeros(2, 1, 1, 1, 8), torch.zeros(1).long(), "
+    )
     code = prelude + code.replace("WRITE(", call)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     return done.stdout

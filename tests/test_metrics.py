@@ -6,16 +6,14 @@ import json
 
 import numpy as np
 import pytest
-import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
 from servetwin.sim.definitions import DEFINITIONS
-from servetwin.sim.engine_core import EngineCore
-from servetwin.sim.engine_process import EngineProcess
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.metrics import Distribution, distribution, summarize, timestamps
+from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.modelled import ModelledStepTimer
 from servetwin.sim.tables import SCHEMAS, Columns
 from servetwin.sim.token_source import TokenSource
@@ -32,28 +30,23 @@ class ByTokens:
         return 5 * MS + features.new_tokens * MS
 
 
-def simulate(requests: list[RequestSpec], num_gpu_blocks: int = 12) -> MemorySink:
+def log_of_a_run(requests: list[RequestSpec]) -> MemorySink:
     """The log of a small engine: 3 seats, blocks of 4 tokens, a pool that is soon too small."""
-    from servetwin.sim.contract import SamplingParams
-
-    config = EngineConfig(
+    engine = EngineConfig(
         model=ModelConfig(max_model_len=40),
-        cache=CacheConfig(block_size=4, num_gpu_blocks=num_gpu_blocks),
+        cache=CacheConfig(block_size=4, num_gpu_blocks=12),
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16),
     )
-    sink, env, tokens = MemorySink(), simpy.Environment(0), TokenSource(100)
-    log = EventLog(sink, save_tokens=True)
-    engine = EngineProcess(
-        env,
-        EngineCore(config, journal=True),
-        ModelledStepTimer(ByTokens(), tokens, "test"),
+    sink, tokens = MemorySink(), TokenSource(100)
+    simulate(
+        RunConfig(engine=engine, executor="test"),
         ListWorkload(requests),
-        log,
+        ModelledStepTimer(ByTokens(), tokens, "test"),
+        EventLog(sink, save_tokens=True),
         tokens=tokens,
-        sampling=lambda r: SamplingParams(max_tokens=r.output_tokens, ignore_eos=True),
+        plan_tokens=False,
+        log_blocks=True,
     )
-    env.run(env.process(engine.run()))
-    log.close(int(env.now))
     return sink
 
 
@@ -75,7 +68,7 @@ def workloads(draw: st.DrawFn) -> list[RequestSpec]:
 @given(workloads())
 def test_pooled_gaps_are_those_of_the_tokens(requests: list[RequestSpec]) -> None:
     """The ITL pool equals the gaps between the tokens of completed requests, which add up to last - first."""
-    sink = simulate(requests)
+    sink = log_of_a_run(requests)
     done = sink.requests[sink.requests.finish_reason == "length"]
     gaps: list[int] = []
     for row in done.itertuples():
@@ -90,7 +83,7 @@ def test_pooled_gaps_are_those_of_the_tokens(requests: list[RequestSpec]) -> Non
 @given(workloads())
 def test_books_balance(requests: list[RequestSpec]) -> None:
     """Every request ends once; waits fill the time before first admission; blocks come back."""
-    sink = simulate(requests)
+    sink = log_of_a_run(requests)
     assert sorted(sink.requests.request_id) == sorted(r.request_id for r in requests)
     summary = summarize(sink)
     assert summary["completed"] + summary["failed"] == len(requests)
@@ -121,7 +114,8 @@ def test_percentiles_are_numpy_s(pairs: list[tuple[int, int]], p: float) -> None
 def test_percentiles_of_few_samples() -> None:
     """[30, 10, 20]: p50 is 20, p99 29.8; one sample gives itself; none gives no data (reports.md 59)."""
     d = Distribution.of(np.array([30.0, 10.0, 20.0]))
-    assert (d.percentile(50), d.percentile(99)) == (20, pytest.approx(29.8))
+    assert d.percentile(50) == 20
+    assert d.percentile(99) == pytest.approx(29.8)
     assert Distribution.of(np.array([7.0])).percentile(99) == 7
     nothing = Distribution.of(np.array([np.nan]))
     assert (nothing.count, nothing.mean, nothing.std, nothing.max, nothing.percentile(50)) == (0, *[None] * 4)
@@ -131,7 +125,7 @@ def log_of(*rows: tuple[object, ...]) -> MemorySink:
     """A log of requests given as (arrival, first token, last token, finish, output tokens, finish reason)."""
     columns = Columns("requests")
     for n, (arrival, first, last, finish, tokens, reason) in enumerate(rows):
-        times = [-1 if t is None else round(t * S) for t in (arrival, arrival, arrival, first, last, finish)]  # type: ignore[call-overload,operator]
+        times = [-1 if t is None else round(t * S) for t in (arrival, arrival, arrival, first, last, finish)]  # type: ignore[operator]
         columns.append(f"r{n}", 10, tokens, *times, 0, 0, 0, reason, 0, None)  # type: ignore[arg-type]
     sink = MemorySink()
     sink.write({"requests": columns})

@@ -11,13 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import simpy
 import zstandard
 
-from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from servetwin.sim.contract import SamplingParams
-from servetwin.sim.engine_core import EngineCore
-from servetwin.sim.engine_process import EngineProcess
+from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
 from servetwin.sim.events import EventLog, MemorySink, Sink
 from servetwin.sim.metrics import summarize
 from servetwin.sim.runs import (
@@ -30,6 +26,7 @@ from servetwin.sim.runs import (
     read_run,
     tables_equal,
 )
+from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
 from servetwin.sim.tables import SCHEMAS, Columns
 from servetwin.sim.token_source import TokenSource
@@ -38,37 +35,30 @@ from servetwin.workloads import ListWorkload, RequestSpec
 HEADER = {"config": {"seed": 0}}
 
 
-def simulate(sink: Sink, *, source: str = "constant", step_ns: int = 10_000_000) -> None:
+def log_a_run(sink: Sink, *, source: str = "constant", step_ns: int = 10_000_000) -> None:
     """Logs 40 requests on 3 seats, of which one is given up."""
-    config = EngineConfig(
+    engine = EngineConfig(
         model=ModelConfig(max_model_len=64),
         cache=CacheConfig(block_size=4, num_gpu_blocks=18),
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=16),
     )
     requests = [
-        RequestSpec(
-            request_id=f"r{i}",
-            arrival_s=i / 100,
-            prompt_tokens=9,
-            output_tokens=20,
-            abort_s=2.0 if i == 5 else None,
-        )
-        for i in range(40)
+        RequestSpec(request_id=f"r{i}", arrival_s=i / 100, prompt_tokens=9, output_tokens=20)
+        for i in range(39)
     ]
-    env, tokens = simpy.Environment(0), TokenSource(100)
-    log = EventLog(sink, save_tokens=True)
-    timer = ModelledStepTimer(ConstantStepModel(step_ns), tokens, source)
-    engine = EngineProcess(
-        env,
-        EngineCore(config, journal=True),
-        timer,
-        ListWorkload(requests),
-        log,
-        tokens=tokens,
-        sampling=lambda r: SamplingParams(max_tokens=r.output_tokens, ignore_eos=True),
+    requests.append(
+        RequestSpec(request_id="gone", arrival_s=0.1, prompt_tokens=9, output_tokens=20, abort_s=2.0)
     )
-    env.run(env.process(engine.run()))
-    log.close(int(env.now))
+    tokens = TokenSource(100)
+    simulate(
+        RunConfig(engine=engine, executor="constant"),
+        ListWorkload(requests),
+        ModelledStepTimer(ConstantStepModel(step_ns), tokens, source),
+        EventLog(sink, save_tokens=True),
+        tokens=tokens,
+        plan_tokens=False,
+        log_blocks=True,
+    )
 
 
 @pytest.fixture
@@ -80,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def finished(folder: Path) -> Path:
     """A complete run folder."""
     writer = RunWriter.create(folder, HEADER, save_tokens=True)
-    simulate(writer)
+    log_a_run(writer)
     writer.complete()
     return folder
 
@@ -95,7 +85,7 @@ def requests_columns(*names: str) -> dict[str, Columns]:
 def test_what_is_read_is_what_was_logged(finished: Path) -> None:
     """Tables and summary of the folder equal those of the log in memory, exactly."""
     sink = MemorySink()
-    simulate(sink)
+    log_a_run(sink)
     run = read_run(finished)
     assert run.state == "complete"
     assert run.config == {"seed": 0}
@@ -110,9 +100,9 @@ def test_what_is_read_is_what_was_logged(finished: Path) -> None:
 def test_equality_ignores_where_numbers_come_from() -> None:
     """Logs that differ in `source` only are equal; another duration is not."""
     sinks = {name: MemorySink() for name in ("constant", "recorded", "slower")}
-    simulate(sinks["constant"])
-    simulate(sinks["recorded"], source="recorded")
-    simulate(sinks["slower"], step_ns=11_000_000)
+    log_a_run(sinks["constant"])
+    log_a_run(sinks["recorded"], source="recorded")
+    log_a_run(sinks["slower"], step_ns=11_000_000)
     assert tables_equal(sinks["constant"], sinks["recorded"])
     assert not tables_equal(sinks["constant"], sinks["slower"])
 

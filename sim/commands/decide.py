@@ -9,7 +9,9 @@ from cyclopts import Parameter
 
 
 def decide(
-    scenario: Annotated[Path, Parameter(help="Scenario file (JSON): engine limits, requests, arrival steps or times.")],
+    scenario: Annotated[
+        Path, Parameter(help="Scenario file (JSON): engine limits, requests, arrival steps or times.")
+    ],
     /,
     *,
     output: Annotated[

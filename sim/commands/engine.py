@@ -49,7 +49,9 @@ class Engine:
 def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, seed: int) -> Engine:
     """The engine that the flags name. Raises UsageError (or another ValueError with a message for its user)."""
     if flags.async_scheduling:
-        raise UsageError("--async-scheduling is not supported yet: schedules are synchronous (--no-async-scheduling)")
+        raise UsageError(
+            "--async-scheduling is not supported yet: schedules are synchronous (--no-async-scheduling)"
+        )
     try:
         if executor == "constant":
             return _constant_engine(flags, step_time_s, seed)
@@ -91,8 +93,12 @@ def _executor_engine(flags: EngineFlags, name: str, step_time_s: float | None, s
         raise UsageError(f"--executor {name}: {type(build).__name__} cannot be called with ExecutorOptions")
     timer = build(_executor_options(flags, step_time_s, seed))
     if not callable(getattr(timer, "run", None)):
-        raise UsageError(f"--executor {name}: what it returned has no method run(plan) (see contract.StepTimer)")
-    num_gpu_blocks = getattr(timer, "num_gpu_blocks", None) or flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS
+        raise UsageError(
+            f"--executor {name}: what it returned has no method run(plan) (see contract.StepTimer)"
+        )
+    num_gpu_blocks = (
+        getattr(timer, "num_gpu_blocks", None) or flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS
+    )
     model: ModelConfig | None = getattr(timer, "model_config", None)
     assumed: tuple[str, ...] = ()
     if model is None:

@@ -16,23 +16,34 @@ def execute(
     *,
     model: Annotated[Path, Parameter(help="Local Hugging Face folder.")],
     out: Annotated[Path, Parameter(help="Folder to write the measured steps (and tokens) to.")],
-    overwrite: Annotated[bool, Parameter(negative=(), help="Replace the run in the folder of --out.")] = False,
-    save_tokens: Annotated[bool, Parameter(negative=(), help="Write tokens/: every output token with its time.")] = False,
+    overwrite: Annotated[
+        bool, Parameter(negative=(), help="Replace the run in the folder of --out.")
+    ] = False,
+    save_tokens: Annotated[
+        bool, Parameter(negative=(), help="Write tokens/: every output token with its time.")
+    ] = False,
     executor: Annotated[str, Parameter(help="torch, or module:attribute.")] = "torch",
     load_format: Annotated[
-        Literal["auto", "dummy"], Parameter(help="dummy: random weights for the configuration in the model folder.")
+        Literal["auto", "dummy"],
+        Parameter(help="dummy: random weights for the configuration in the model folder."),
     ] = "auto",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Parameter(help="auto: as in the recorded run, else the model's.")
+        Literal["auto", "float32", "bfloat16"],
+        Parameter(help="auto: as in the recorded run, else the model's."),
     ] = "auto",
     block_size: Annotated[
-        int | None, Parameter(converter=whole_number, help="Tokens per KV block (default: the recorded run's).")
+        int | None,
+        Parameter(converter=whole_number, help="Tokens per KV block (default: the recorded run's)."),
     ] = None,
     num_gpu_blocks_override: Annotated[
-        int | None, Parameter(converter=whole_number, help="Blocks in the pool (default: the recorded run's).")
+        int | None,
+        Parameter(converter=whole_number, help="Blocks in the pool (default: the recorded run's)."),
     ] = None,
     max_model_len: Annotated[
-        int | None, Parameter(converter=whole_number, help="Longest prompt + output, in tokens (default: the recorded run's).")
+        int | None,
+        Parameter(
+            converter=whole_number, help="Longest prompt + output, in tokens (default: the recorded run's)."
+        ),
     ] = None,
     seed: Annotated[int, Parameter(help="Seed of random weights (--load-format dummy).")] = 0,
     json: Annotated[bool, Parameter(negative=(), help="Print the totals as one JSON object.")] = False,

@@ -75,7 +75,10 @@ def carry_out(request: ExecuteRequest) -> int:
         print_json(execution.totals())
     else:
         totals = execution.totals()
-        say(f"{totals['steps']:,} steps, {totals['output_tokens']:,} tokens, busy {totals['busy_time_s']:.3f} s: {request.out}")
+        say(
+            f"{totals['steps']:,} steps, {totals['output_tokens']:,} tokens, "
+            f"busy {totals['busy_time_s']:.3f} s: {request.out}"
+        )
     return 0
 
 
@@ -99,7 +102,9 @@ def _options(request: ExecuteRequest, plans: Path) -> ExecutorOptions:
     limits = recorded | {name: value for name, value in asked.items() if value is not None}
     missing = [name for name in asked if name not in limits]
     if missing:
-        flags = ", ".join("--" + m.replace("_", "-").replace("num-gpu-blocks", "num-gpu-blocks-override") for m in missing)
+        flags = ", ".join(
+            "--" + m.replace("_", "-").replace("num-gpu-blocks", "num-gpu-blocks-override") for m in missing
+        )
         raise UsageError(f"{plans.parent} holds no run.json of a run: give {flags}")
     return ExecutorOptions(
         model=request.model,

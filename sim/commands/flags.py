@@ -30,11 +30,12 @@ def whole_number(type_: Any, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{text!r} is not a whole number (suffixes k m g t are decimal, K M G T binary)")
     number, suffix = match.groups()
     if "." not in number:
-        return int(number) * _SUFFIXES[suffix]
+        return int(number) * int(_SUFFIXES[suffix])
     if suffix not in ("k", "m", "g", "t"):
-        raise ValueError(f"{text!r} is not a whole number; a decimal point goes only with the suffixes k m g t")
-    value = float(number) * _SUFFIXES[suffix]
-    return round(value)
+        raise ValueError(
+            f"{text!r} is not a whole number; a decimal point goes only with the suffixes k m g t"
+        )
+    return round(float(number) * int(_SUFFIXES[suffix]))
 
 
 def _int(group: Group, text: str, name: str | None = None) -> Parameter:
@@ -52,36 +53,46 @@ class EngineFlags:
 
     model: Annotated[
         Path | None,
-        _flag(MODEL, "Local Hugging Face folder. Without it max_model_len is 131,072 and the pool has 40,000 blocks (assumed)."),
+        _flag(
+            MODEL,
+            "Local Hugging Face folder. Without it max_model_len is 131,072 and the pool has 40,000 blocks (assumed).",
+        ),
     ] = None
     load_format: Annotated[
-        Literal["auto", "dummy"], _flag(MODEL, "dummy: random weights for the configuration in the model folder.")
+        Literal["auto", "dummy"],
+        _flag(MODEL, "dummy: random weights for the configuration in the model folder."),
     ] = "auto"
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], _flag(MODEL, "Data type of weights, activations and KV cache.")
+        Literal["auto", "float32", "bfloat16"],
+        _flag(MODEL, "Data type of weights, activations and KV cache."),
     ] = "auto"
     max_model_len: Annotated[
         int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")
     ] = None
     block_size: Annotated[int, _int(CACHE, "Tokens per KV block.")] = 16
     num_gpu_blocks_override: Annotated[
-        int | None, _int(CACHE, "Blocks in the pool, the reserved block 0 included (default: what memory holds).")
+        int | None,
+        _int(CACHE, "Blocks in the pool, the reserved block 0 included (default: what memory holds)."),
     ] = None
     kv_cache_memory_bytes: Annotated[
         int | None, _int(CACHE, "Memory of the KV cache in bytes; executor torch only.")
     ] = None
     enable_prefix_caching: Annotated[bool, _flag(CACHE, "Reuse KV blocks of equal prompt prefixes.")] = True
     max_num_seqs: Annotated[
-        int | None, _int(SCHEDULER, "Requests that may run at once (default: 256, at most max_num_batched_tokens).")
+        int | None,
+        _int(SCHEDULER, "Requests that may run at once (default: 256, at most max_num_batched_tokens)."),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
         _int(SCHEDULER, "Tokens per step (default: 2,048; without chunked prefill at least max_model_len)."),
     ] = None
     max_num_scheduled_tokens: Annotated[
-        int | None, _int(SCHEDULER, "Smaller token budget per step than max_num_batched_tokens (default: the same).")
+        int | None,
+        _int(SCHEDULER, "Smaller token budget per step than max_num_batched_tokens (default: the same)."),
     ] = None
-    enable_chunked_prefill: Annotated[bool, _flag(SCHEDULER, "Split prompts over steps to fit the token budget.")] = True
+    enable_chunked_prefill: Annotated[
+        bool, _flag(SCHEDULER, "Split prompts over steps to fit the token budget.")
+    ] = True
     long_prefill_token_threshold: Annotated[
         int, _int(SCHEDULER, "Longest piece of a prompt per step, in tokens; 0 is off.")
     ] = 0

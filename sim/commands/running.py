@@ -17,7 +17,7 @@ from servetwin.sim.commands.engine import Engine, build_engine
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.interrupt import StopRequest
-from servetwin.sim.commands.show import RunProgress, print_json, results_tables, say
+from servetwin.sim.commands.show import RunProgress, print_json, results, say
 from servetwin.sim.config import RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
@@ -48,6 +48,8 @@ class RunRequest:
     log_blocks: bool | None = None
     metric_defs: str = "vllm-bench"
     json: bool = False
+    quiet: bool = False
+    """Print nothing on stdout: the caller shows the results."""
     seed: int = 0
     num_prompts: int | None = None
     request_rate: float | None = None
@@ -61,7 +63,9 @@ class RunRequest:
         definitions(self.metric_defs)
         SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         if self.out is None and (self.save_tokens or self.save_plans or self.overwrite):
-            raise UsageError("--save-tokens, --save-plans and --overwrite need --out: there is no folder to write to")
+            raise UsageError(
+                "--save-tokens, --save-plans and --overwrite need --out: there is no folder to write to"
+            )
         if self.executor == "constant" and (self.temperature, self.top_k, self.top_p) != (0.0, 0, 1.0):
             raise UsageError("--temperature, --top-k and --top-p have no effect with --executor constant")
 
@@ -79,23 +83,26 @@ def carry_out(request: RunRequest) -> int:
         engine.close()
     if request.json:
         print_json(summary)
-    else:
-        show(summary, request.out)
+    elif not request.quiet:
+        show(summary)
+        if request.out is not None:
+            Console().print(f"run folder   {request.out}", soft_wrap=True)
+            Console().print(f"dashboard    servetwin dash {request.out}", soft_wrap=True)
     return 0
 
 
-def show(summary: dict[str, Any], out: Path | None) -> None:
+def show(summary: dict[str, Any]) -> None:
     """The results on stdout."""
     console = Console()
-    for table in results_tables(summary):
-        console.print(table)
-    if out is not None:
-        console.print(f"Run folder: {out}   (servetwin dash {out})", soft_wrap=True)
+    for item in results(summary):
+        console.print(item)
 
 
 def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[str, Any]:
     config = _run_config(request, engine)
-    log_blocks = len(workload) < LOG_BLOCKS_BELOW_REQUESTS if request.log_blocks is None else request.log_blocks
+    log_blocks = (
+        len(workload) < LOG_BLOCKS_BELOW_REQUESTS if request.log_blocks is None else request.log_blocks
+    )
     recorder = _Recorder(request, config, workload, engine)
     with recorder.ending(), StopRequest() as stop, RunProgress(len(workload)) as progress:
         log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=request.save_tokens)
@@ -138,7 +145,9 @@ def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
 class _Recorder:
     """Where the run goes: into its folder, or into memory when there is none."""
 
-    def __init__(self, request: RunRequest, config: RunConfig, workload: ListWorkload, engine: Engine) -> None:
+    def __init__(
+        self, request: RunRequest, config: RunConfig, workload: ListWorkload, engine: Engine
+    ) -> None:
         self._metric_defs = request.metric_defs
         self._save_plans = request.save_plans
         self._fingerprint = hashlib.sha256()

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from servetwin.sim.units import ns_to_seconds
 
@@ -24,7 +25,9 @@ def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on stdout."""
     import orjson
 
-    sys.stdout.buffer.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+    sys.stdout.buffer.write(
+        orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    )
 
 
 class RunProgress:
@@ -37,7 +40,9 @@ class RunProgress:
             TextColumn("serving"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("requests | {task.fields[steps]} steps | simulated {task.fields[simulated_s]:.1f} s | wall"),
+            TextColumn(
+                "requests | {task.fields[steps]} steps | simulated {task.fields[simulated_s]:.1f} s | wall"
+            ),
             TimeElapsedColumn(),
             console=Console(stderr=True),
         )
@@ -62,9 +67,16 @@ class RunProgress:
         self._progress.update(self._task, completed=self._total, simulated_s=ns_to_seconds(now_ns))
 
 
-def results_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """The figures of a run: latencies, then load and cache."""
-    return [_latency_table(summary), _figures_table(summary)]
+def results(summary: Mapping[str, Any]) -> list[RenderableType]:
+    """The figures of a run: latencies with their formulas, then load and cache."""
+    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary)]
+
+
+def _formulas(summary: Mapping[str, Any]) -> Text:
+    own = summary["servetwin"]
+    formulas = {**own["formulas"], "e2el": own["formulas"].get("e2e", "")}
+    lines = [f"{title:<5} = {formulas[key]}" for key, title in LATENCIES if formulas.get(key)]
+    return Text("\n".join([f"percentiles: {own['percentile_method']}", *lines]), style="dim")
 
 
 def _latency_table(summary: Mapping[str, Any]) -> Table:
@@ -73,13 +85,11 @@ def _latency_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("")
     for column in ("mean", "p50", "p90", "p99"):
         table.add_column(column, justify="right")
-    table.add_column("formula", style="dim")
-    formulas = {**own["formulas"], "e2el": own["formulas"].get("e2e", "")}
     for key, title in LATENCIES:
         statistics = own["latency"].get(f"{key}_ms")
         if statistics is not None:
             cells = [_number(statistics.get(name)) for name in ("mean", "p50", "p90", "p99")]
-            table.add_row(title, *cells, formulas.get(key, ""))
+            table.add_row(title, *cells)
     return table
 
 
@@ -105,7 +115,9 @@ def _figures_table(summary: Mapping[str, Any]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "no data" if value is None else f"{value:,.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+    return (
+        "no data" if value is None else f"{value:,.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+    )
 
 
 def _percent(fraction: float | None) -> str:

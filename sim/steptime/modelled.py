@@ -20,7 +20,9 @@ class ConstantStepModel:
 
     def __post_init__(self) -> None:
         if self.step_ns < 1:
-            raise ValueError(f"step time must be at least 1 ns, got {self.step_ns} ns: time could stand still")
+            raise ValueError(
+                f"step time must be at least 1 ns, got {self.step_ns} ns: time could stand still"
+            )
 
     def durations_ns(self, features: StepFeatures) -> Ints:
         return np.where(features.new_tokens > 0, np.int64(self.step_ns), np.int64(0))

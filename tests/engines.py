@@ -1,0 +1,240 @@
+"""Engines for tests: built in one line, stepped by hand, with a model that answers every row and a worker that
+knows nothing but the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from servetwin.sim.contract import ModelRunnerOutput, SamplingParams, SchedulerOutput
+from servetwin.sim.engine_core import EngineCore
+from servetwin.sim.policy import SchedulingPolicy
+from servetwin.sim.records import EngineCoreOutputs, Frame
+from servetwin.sim.request import Request
+from servetwin.sim.token_source import TokenPrompt
+
+STEPS_AT_MOST = 5_000
+
+
+def engine_config(
+    *,
+    block_size: int = 4,
+    usable_blocks: int = 100,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 512,
+    caching: bool = False,
+    eos_token_id: int | None = None,
+    **scheduler: object,
+) -> EngineConfig:
+    """A configuration in the words of the reports: `usable_blocks` leaves out the null block.
+
+    `max_model_len` is by default what the pool holds; other names are those of SchedulerConfig.
+    """
+    return EngineConfig(
+        model=ModelConfig(
+            max_model_len=max_model_len or block_size * usable_blocks, eos_token_id=eos_token_id
+        ),
+        cache=CacheConfig(
+            block_size=block_size, num_gpu_blocks=usable_blocks + 1, enable_prefix_caching=caching
+        ),
+        scheduler=SchedulerConfig.model_validate(
+            {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, **scheduler}
+        ),
+    )
+
+
+def some_tokens(name: str, count: int) -> list[int]:
+    """A run of tokens that no other name gives."""
+    return [crc32(f"{name}|{i}".encode()) for i in range(count)]
+
+
+class Engine:
+    """An engine core stepped by hand. Requests enter unchecked: `core.refusal` is asked where a test is about it."""
+
+    def __init__(
+        self, config: EngineConfig, policy: SchedulingPolicy | None = None, *, plan_tokens: bool = True
+    ) -> None:
+        self.config = config
+        self.core = EngineCore(config, policy, plan_tokens=plan_tokens)
+        self.scheduler = self.core.scheduler
+        self.kv = self.scheduler.kv
+        self.pool = self.kv.pool
+        self.known: dict[str, Request] = {}
+        """Every request that was ever added."""
+        self._answers: dict[str, Sequence[int]] = {}
+
+    def request(
+        self,
+        request_id: str,
+        prompt: int | Sequence[int],
+        max_tokens: int = 1,
+        *,
+        priority: int = 0,
+        arrival_ns: int | None = None,
+        **sampling: object,
+    ) -> Request:
+        """A request that is not in the engine; a prompt given by its length shares no token with another."""
+        tokens = some_tokens(request_id, prompt) if isinstance(prompt, int) else prompt
+        return Request(
+            request_id,
+            TokenPrompt(tuple(tokens)),
+            SamplingParams(max_tokens=max_tokens, **sampling),  # type: ignore[arg-type]
+            block_size=self.config.cache.block_size,
+            max_model_len=self.config.model.max_model_len,
+            arrival_ns=len(self.known) if arrival_ns is None else arrival_ns,
+            priority=priority,
+            eos_token_id=self.config.model.eos_token_id,
+        )
+
+    def add(
+        self,
+        request_id: str,
+        prompt: int | Sequence[int],
+        max_tokens: int = 1,
+        *,
+        answer: Sequence[int] = (),
+        **options: object,
+    ) -> Request:
+        """Queues a request; later ones arrive later. `answer`: its first output tokens."""
+        request = self.request(request_id, prompt, max_tokens, **options)  # type: ignore[arg-type]
+        self.put(request)
+        self._answers[request_id] = answer
+        return request
+
+    def put(self, request: Request) -> None:
+        """Queues a request made elsewhere."""
+        self.known[request.request_id] = request
+        self.core.add_request(request, now=len(self.known))
+
+    def abort(self, *request_ids: str) -> list[str]:
+        """The ids that were ended by it."""
+        return [r.request_id for r in self.core.abort_requests(request_ids)]
+
+    def schedule(self) -> Frame:
+        frame = self.core.begin(now=len(self.known))
+        assert frame is not None, "there is nothing to do"
+        return frame
+
+    def complete(self, frame: Frame) -> EngineCoreOutputs:
+        return self.core.complete(frame, self.model_output(frame.plan))
+
+    def model_output(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """One token for each row that reaches its last known token, none for the others."""
+        ids = list(plan.num_scheduled_tokens)
+        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, [self._sample(r) for r in ids])
+
+    def _sample(self, request_id: str) -> list[int]:
+        request = self.known[request_id]
+        if request.finished or request.num_computed_tokens < request.num_tokens:
+            return []
+        index, answer = request.num_output_tokens, self._answers.get(request_id, ())
+        return [answer[index] if index < len(answer) else crc32(f"{request_id}>{index}".encode())]
+
+    def step(self) -> dict[str, int]:
+        """One whole step; returns its scheduled tokens by request."""
+        frame = self.schedule()
+        self.complete(frame)
+        return frame.plan.num_scheduled_tokens
+
+    def run(self, until: Callable[[], bool] | None = None) -> list[Frame]:
+        """Steps until a condition holds, or until nothing is left to do; returns the frames."""
+        frames: list[Frame] = []
+        while not until() if until else self.core.has_work():
+            frames.append(self.schedule())
+            self.complete(frames[-1])
+            assert len(frames) < STEPS_AT_MOST, f"no end after {len(frames)} steps"
+        return frames
+
+    @property
+    def running(self) -> list[str]:
+        return [r.request_id for r in self.scheduler.running]
+
+    @property
+    def waiting(self) -> list[str]:
+        return [r.request_id for r in self.scheduler.waiting]
+
+    def table(self, request_id: str) -> list[int]:
+        """The block table of a request."""
+        return self.kv.block_ids(self.known[request_id])
+
+
+def scheduled(frames: Sequence[Frame], request_id: str) -> list[int]:
+    """The tokens that a request got, step by step, steps without it left out."""
+    counts = [f.plan.num_scheduled_tokens.get(request_id, 0) for f in frames]
+    return [n for n in counts if n]
+
+
+def preempted(frames: Sequence[Frame]) -> list[str]:
+    """The victims in order."""
+    return [p.request_id for f in frames for p in f.record.preempted]
+
+
+def hit_tokens(frames: Sequence[Frame], request_id: str) -> list[int]:
+    """Prefix hits of a request, one number per admission."""
+    return [a.hit_tokens for f in frames for a in f.record.admitted if a.request_id == request_id]
+
+
+class Worker:
+    """What a worker knows from the plans and its own samples: block tables, tokens, progress, and what each slot holds.
+
+    A slot holds the whole sequence up to its token, as K/V does.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.tables: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.computed: dict[str, int] = {}
+        self._slots: dict[int, int] = {}
+
+    def read(self, plan: SchedulerOutput) -> None:
+        """Takes in the deltas of a plan."""
+        for request_id in plan.finished_req_ids:
+            for known in (self.tables, self.tokens, self.computed):
+                known.pop(request_id, None)  # type: ignore[attr-defined]
+        for new in plan.scheduled_new_reqs:
+            assert new.prompt_token_ids is not None
+            self.tables[new.req_id] = list(new.block_ids[0])
+            self.tokens[new.req_id] = list(new.prompt_token_ids)
+            self.computed[new.req_id] = new.num_computed_tokens
+        cached = plan.scheduled_cached_reqs
+        for i, request_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[i]
+            resumed = request_id in cached.resumed_req_ids
+            self.tables[request_id] = ([] if resumed else self.tables[request_id]) + (
+                [] if blocks is None else list(blocks[0])
+            )
+            self.tokens[request_id] = cached.all_token_ids.get(request_id, self.tokens[request_id])
+            assert resumed or self.computed[request_id] == cached.num_computed_tokens[i]
+            self.computed[request_id] = cached.num_computed_tokens[i]
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        """Writes every slot of the step."""
+        for request_id, count in plan.num_scheduled_tokens.items():
+            start = self.computed[request_id]
+            content = self._contents(request_id, start + count)
+            for position in range(start, start + count):
+                self._slots[self._slot(request_id, position)] = content[position]
+            self.computed[request_id] = start + count
+
+    def sampled(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            self.tokens[output.request_id] += output.new_token_ids
+
+    def unwritten(self, request_id: str) -> list[int]:
+        """Positions below its computed tokens whose slot holds something else than what belongs there."""
+        content = self._contents(request_id, self.computed[request_id])
+        return [p for p, c in enumerate(content) if self._slots.get(self._slot(request_id, p)) != c]
+
+    def _slot(self, request_id: str, position: int) -> int:
+        block, offset = divmod(position, self._block_size)
+        return self.tables[request_id][block] * self._block_size + offset
+
+    def _contents(self, request_id: str, stop: int) -> list[int]:
+        contents, content = [], 0
+        for token in self.tokens[request_id][:stop]:
+            content = hash((content, token))
+            contents.append(content)
+        return contents

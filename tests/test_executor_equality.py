@@ -1,0 +1,256 @@
+"""The central property: whatever the schedule, every request gets the tokens it would get alone.
+
+Hypothesis draws scheduling decisions and load; the real scheduler drives the real executor to the end. Then
+transformers' own forward runs over each request alone, teacher-forced with our tokens, so that one pass gives
+the reference logits of every output position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import event, given, note
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from servetwin.executor.model_loader import LoadedModel, describe_model
+from servetwin.executor.model_runner import ModelRunner
+from servetwin.executor.testing import (
+    TINY_VOCAB_SIZE,
+    LogitsRecorder,
+    reference_logits,
+    tiny_model,
+    torch_threads,
+)
+
+from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from servetwin.sim.contract import ModelRunnerOutput, SamplingParams
+from servetwin.sim.engine_core import EngineCore
+from servetwin.sim.records import Frame
+from servetwin.sim.request import Request
+from servetwin.sim.token_source import TokenPrompt
+
+MAX_MODEL_LEN = 32
+TOLERANCE = 1e-4
+NEAR_TIES_PER_THOUSAND_TOKENS = 5
+LEAST_SHARE = 0.1
+"""Of the examples, at least this share must preempt, hit the prefix cache, and abort."""
+MAX_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class Load:
+    """One request to come."""
+
+    prompt_tokens: int
+    shared_prefix: bool
+    max_tokens: int
+    arrival_step: int
+    abort_step: int | None
+    abort_in_flight: bool
+    """Abort between schedule and update rather than before schedule."""
+    priority: int
+
+    def prompt(self, index: int) -> tuple[int, ...]:
+        """Equal places of shared prefixes hold equal tokens; all other tokens are the request's own."""
+        key = 0 if self.shared_prefix else index + 1
+        shared = max(self.prompt_tokens - 2, 0)
+        return tuple(
+            (11 + 31 * place + 17 * (key if place < shared else index + 1)) % TINY_VOCAB_SIZE
+            for place in range(self.prompt_tokens)
+        )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    config: EngineConfig
+    loads: list[Load]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Pools hold little more than one request of full length, so that growth preempts."""
+    block_size = draw(st.sampled_from([4, 2, 8, 3]))
+    seats = draw(st.integers(2, 4))
+    chunked = draw(st.booleans())
+    caching = draw(st.booleans())
+    policy = "fcfs" if caching else draw(st.sampled_from(["fcfs", "priority"]))
+    config = EngineConfig(
+        model=ModelConfig(max_model_len=MAX_MODEL_LEN, vocab_size=TINY_VOCAB_SIZE),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_gpu_blocks=1 - (-MAX_MODEL_LEN // block_size) + draw(st.integers(0, 3)),
+            enable_prefix_caching=caching,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=seats,
+            max_num_batched_tokens=draw(st.integers(seats if chunked else MAX_MODEL_LEN, 40)),
+            enable_chunked_prefill=chunked,
+            long_prefill_token_threshold=draw(st.sampled_from([0, 5])),
+            scheduler_reserve_full_isl=draw(st.booleans()),
+            policy=policy,
+        ),
+    )
+    load = st.builds(
+        Load,
+        prompt_tokens=st.integers(1, 18),
+        shared_prefix=st.booleans(),
+        max_tokens=st.integers(1, 13),
+        arrival_step=st.integers(0, 6),
+        abort_step=st.none() | st.integers(0, 12),
+        abort_in_flight=st.booleans(),
+        priority=st.integers(0, 2),
+    )
+    return Schedule(config, draw(st.lists(load, min_size=2, max_size=6)))
+
+
+@dataclass
+class Run:
+    """What one schedule did."""
+
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sampled: dict[str, list[int]] = field(default_factory=dict)
+    logits: LogitsRecorder = field(default_factory=LogitsRecorder)
+    preemptions: int = 0
+    hit_tokens: int = 0
+    aborts: int = 0
+
+
+class Driver:
+    """Scheduler and executor, step by step, without time: arrivals and aborts are due at step numbers."""
+
+    def __init__(self, schedule: Schedule, loaded: LoadedModel) -> None:
+        config = schedule.config
+        self.schedule, self.run, self.core = schedule, Run(), EngineCore(config)
+        self.runner = ModelRunner(
+            loaded,
+            num_blocks=config.cache.num_gpu_blocks,
+            block_size=config.cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        for cache in self.runner.kv_caches:
+            cache.key.fill_(torch.nan)
+            cache.value.fill_(torch.nan)
+        self.runner.observe_logits = self.run.logits
+
+    def to_the_end(self) -> Run:
+        last_event = max(max(load.arrival_step, load.abort_step or 0) for load in self.schedule.loads)
+        for step in range(MAX_STEPS):
+            self._arrive(step)
+            self._abort(step, in_flight=False)
+            frame = self.core.begin(step)
+            if frame is not None:
+                self._execute(frame, step)
+            elif step > last_event:
+                return self.run
+        raise AssertionError(f"not finished after {MAX_STEPS} steps: {self.core.scheduler.requests}")
+
+    def _execute(self, frame: Frame, step: int) -> None:
+        output = self.runner.execute_model(frame.plan)
+        self._check_tables(output)
+        self._abort(step, in_flight=True)
+        self.core.complete(frame, output)
+        for req_id, token_ids in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            self.run.sampled[req_id] += token_ids
+        self.run.preemptions += len(frame.record.preempted)
+        self.run.hit_tokens += sum(admission.hit_tokens for admission in frame.record.admitted)
+
+    def _check_tables(self, output: ModelRunnerOutput) -> None:
+        """The runner's block tables are the manager's block lists, in every step."""
+        scheduler, states = self.core.scheduler, self.runner.states
+        for req_id in output.req_ids:
+            row = states.block_table.row(states.row_of[req_id])
+            assert row.tolist() == scheduler.kv.block_ids(scheduler.requests[req_id])
+
+    def _arrive(self, step: int) -> None:
+        for index, load in enumerate(self.schedule.loads):
+            if load.arrival_step == step:
+                self._add(f"r{index}", load.prompt(index), load)
+
+    def _add(self, req_id: str, prompt: tuple[int, ...], load: Load) -> None:
+        request = Request(
+            req_id,
+            TokenPrompt(prompt),
+            SamplingParams(temperature=0, max_tokens=load.max_tokens, ignore_eos=True),
+            block_size=self.core.config.cache.block_size,
+            max_model_len=MAX_MODEL_LEN,
+            arrival_ns=load.arrival_step,
+            priority=load.priority,
+        )
+        assert self.core.refusal(request) is None
+        self.run.prompts[req_id], self.run.sampled[req_id] = prompt, []
+        self.core.add_request(request, load.arrival_step)
+
+    def _abort(self, step: int, *, in_flight: bool) -> None:
+        for index, load in enumerate(self.schedule.loads):
+            if load.abort_step == step and load.abort_in_flight == in_flight:
+                self.run.aborts += len(self.core.abort_requests([f"r{index}"]))
+
+
+@dataclass
+class Tally:
+    """Over all examples: how often the interesting things happened."""
+
+    examples: int = 0
+    preempted: int = 0
+    hit: int = 0
+    aborted: int = 0
+    tokens: int = 0
+    near_ties: int = 0
+
+    def count(self, run: Run) -> None:
+        self.examples += 1
+        self.preempted += run.preemptions > 0
+        self.hit += run.hit_tokens > 0
+        self.aborted += run.aborts > 0
+        event(f"preempted: {run.preemptions > 0}")
+        event(f"prefix hit: {run.hit_tokens > 0}")
+        event(f"aborted: {run.aborts > 0}")
+
+    def check(self) -> None:
+        least = LEAST_SHARE * self.examples
+        assert min(self.preempted, self.hit, self.aborted) >= least, f"examples are too tame: {self}"
+        assert self.near_ties * 1000 <= NEAR_TIES_PER_THOUSAND_TOKENS * self.tokens, self
+
+
+def compare(run: Run, reference: PreTrainedModel, tally: Tally) -> None:
+    """Every sampled token and its logits against the reference, which sees one request only."""
+    for req_id, sampled in run.sampled.items():
+        if not sampled:
+            continue
+        prompt = run.prompts[req_id]
+        expected = reference_logits(reference, [*prompt, *sampled[:-1]])[len(prompt) - 1 :]
+        torch.testing.assert_close(run.logits.of(req_id), expected, atol=TOLERANCE, rtol=0)
+        best = expected.topk(2, dim=-1)
+        parted = torch.tensor(sampled) != best.indices[:, 0]
+        gap = best.values[:, 0] - best.values[:, 1]
+        assert not (parted & (gap >= TOLERANCE)).any(), (
+            f"{req_id}: {sampled}, not {best.indices[:, 0].tolist()}"
+        )
+        tally.tokens += len(sampled)
+        tally.near_ties += int(parted.sum())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+def test_any_schedule_gives_every_request_the_tokens_it_gets_alone() -> None:
+    loaded, reference = describe_model(tiny_model("llama"), "llama"), tiny_model("llama", attention="sdpa")
+    tally = Tally()
+
+    @given(schedules())
+    def holds(schedule: Schedule) -> None:
+        run = Driver(schedule, loaded).to_the_end()
+        note(f"{run.preemptions} preemptions, {run.hit_tokens} hit tokens, {run.aborts} aborts")
+        tally.count(run)
+        compare(run, reference, tally)
+
+    holds()
+    tally.check()
