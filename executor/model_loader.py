@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -19,6 +20,12 @@ SUPPORTED_MODEL_TYPES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "o
 """Each is compared with transformers' own forward pass in the tests."""
 REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 """They look at the longest position of the whole packed batch, and so leak between requests."""
+
+
+CONFIG_ERRORS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError)
+"""What transformers raises for a configuration that it cannot use."""
+WEIGHT_ERRORS = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError)
+"""What it raises for weight files that are missing or damaged."""
 
 
 class ModelLoadError(ValueError):
@@ -65,7 +72,7 @@ def load_model(
     config = read_config(folder)
     torch_dtype = resolve_dtype(dtype, config.dtype, device)
     if load_format == "dummy":
-        model = _random_model(config, torch_dtype, device, seed)
+        model = _random_model(folder, config, torch_dtype, device, seed)
     else:
         model = _pretrained_model(folder, config, torch_dtype, device)
     return describe_model(model, folder.resolve().name)
@@ -102,8 +109,10 @@ def read_config(folder: Path) -> PretrainedConfig:
     _check_supported(raw, path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
-        raise ModelLoadError(f"{str(path)!r} is not a usable {raw['model_type']} configuration: {e}") from e
+    except CONFIG_ERRORS as e:
+        raise ModelLoadError(
+            f"{str(path)!r} is not a usable {raw['model_type']} configuration: {_one_line(e)}"
+        ) from e
     return config
 
 
@@ -152,14 +161,17 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def _random_model(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int
 ) -> PreTrainedModel:
     cuda_devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda_devices), device:
         torch.manual_seed(seed)
         # Any: transformers' automatic classes have no complete type information.
         auto: Any = AutoModelForCausalLM
-        model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        try:
+            model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        except CONFIG_ERRORS as e:
+            raise ModelLoadError(f"cannot build the model in {str(folder)!r}: {_one_line(e)}") from e
     return model
 
 
@@ -176,8 +188,8 @@ def _pretrained_model(
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError) as e:
-        raise ModelLoadError(f"cannot read the weights in {str(folder)!r}: {e}") from e
+    except (*WEIGHT_ERRORS, *CONFIG_ERRORS) as e:
+        raise ModelLoadError(f"cannot load the weights in {str(folder)!r}: {_one_line(e)}") from e
     for problem in ("missing_keys", "mismatched_keys"):
         if info[problem]:
             names = ", ".join(sorted(str(key) for key in info[problem])[:5])
@@ -187,6 +199,10 @@ def _pretrained_model(
             )
     loaded: PreTrainedModel = model.to(device)
     return loaded
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def kv_cache_spec(config: PretrainedConfig, dtype: torch.dtype) -> KVCacheSpec:

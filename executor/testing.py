@@ -86,7 +86,8 @@ def tiny_model(model_type: str, *, attention: str = ATTENTION_NAME, **overrides:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=WEIGHT_STD)
-    return model.train(False)
+    model.train(False)
+    return model
 
 
 @contextmanager

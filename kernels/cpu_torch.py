@@ -7,6 +7,8 @@ padded to its longest request costs more memory traffic than the calls it saves.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,6 +19,18 @@ MAX_TILE_QUERIES = 256
 """Query rows per attention call: later keys are then skipped for most rows of a long prompt chunk."""
 MAX_TILE_SCORES = 1 << 24
 """Mask or score elements that one call may hold (64 MiB in float32), which shortens the tiles of long contexts."""
+
+
+class Scoring(NamedTuple):
+    """What turns dot products into scores, and which keys a position sees; as in `ops.paged_attention`."""
+
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+
+    def first_visible(self, position: int) -> int:
+        """The first position that the query at `position` sees."""
+        return 0 if self.sliding_window is None else max(0, position - self.sliding_window + 1)
 
 
 def paged_attention(
@@ -33,18 +47,17 @@ def paged_attention(
 ) -> Tensor:
     """Paged causal attention; arguments as in `ops.paged_attention`."""
     output = query.new_zeros(query.shape)
+    scoring = Scoring(scale, sliding_window, softcap)
     max_seq_len = block_table.shape[1] * key_cache.shape[1]
     spans = request_spans(seq_lens, query_start_loc, num_tokens=query.shape[0], max_seq_len=max_seq_len)
     for blocks, span in zip(block_table, spans, strict=True):
         if span.first_real_row >= span.query_len:
             continue
-        first_key = _first_visible(span.context_len + span.first_real_row, sliding_window)
+        first_key = scoring.first_visible(span.context_len + span.first_real_row)
         keys = _gather(key_cache, blocks, first_key, span.seq_len)
         values = _gather(value_cache, blocks, first_key, span.seq_len)
         rows = slice(span.query_start, span.query_start + span.query_len)
-        _attend_request(
-            query[rows], keys, values, first_key, span, scale, sliding_window, softcap, output[rows]
-        )
+        _attend_request(query[rows], keys, values, first_key, span, scoring, output[rows])
     return output
 
 
@@ -60,10 +73,6 @@ def reshape_and_cache(
     where = slot_mapping // block_size, slot_mapping % block_size
     key_cache.index_put_(where, key)
     value_cache.index_put_(where, value)
-
-
-def _first_visible(position: int, sliding_window: int | None) -> int:
-    return 0 if sliding_window is None else max(0, position - sliding_window + 1)
 
 
 def _gather(cache: Tensor, blocks: Tensor, first: int, end: int) -> Tensor:
@@ -84,9 +93,7 @@ def _attend_request(
     values: Tensor,
     first_key: int,
     span: RequestSpan,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     output: Tensor,
 ) -> None:
     """Attends the rows of one request, query [query_len, heads, dim], in tiles; writes into `output`, alike.
@@ -94,15 +101,15 @@ def _attend_request(
     keys, values: [kv_heads, n, dim], whose first position is `first_key`.
     """
     kv_heads, num_keys = keys.shape[:2]
-    score_rows = query.shape[1] if softcap is not None else query.shape[1] // kv_heads
+    score_rows = query.shape[1] if scoring.softcap is not None else query.shape[1] // kv_heads
     tile = max(1, min(MAX_TILE_QUERIES, MAX_TILE_SCORES // (score_rows * num_keys)))
     for start in range(span.first_real_row, span.query_len, tile):
         stop = min(start + tile, span.query_len)
         first, last = span.context_len + start, span.context_len + stop - 1
-        low = _first_visible(first, sliding_window)
+        low = scoring.first_visible(first)
         seen = slice(low - first_key, last + 1 - first_key)
-        mask = None if stop - start == 1 else _mask(first, last, low, sliding_window, query.device)
-        output[start:stop] = _attend(query[start:stop], keys[:, seen], values[:, seen], mask, scale, softcap)
+        mask = None if stop - start == 1 else _mask(first, last, low, scoring.sliding_window, query.device)
+        output[start:stop] = _attend(query[start:stop], keys[:, seen], values[:, seen], mask, scoring)
 
 
 def _mask(first: int, last: int, low: int, sliding_window: int | None, device: torch.device) -> Tensor:
@@ -113,19 +120,19 @@ def _mask(first: int, last: int, low: int, sliding_window: int | None, device: t
     return visible if sliding_window is None else visible & (keys > queries - sliding_window)
 
 
-def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Query [q, heads, dim] over keys and values [kv_heads, n, dim] with mask [q, n]: [q, heads, dim]."""
     num_queries, heads, dim = query.shape
     kv_heads, group = keys.shape[0], heads // keys.shape[0]
     packed = query.reshape(num_queries, kv_heads, group, dim).transpose(0, 1).flatten(1, 2)
     if mask is not None:
         mask = mask.repeat_interleave(group, dim=0)
-    if softcap is None:
-        out = scaled_dot_product_attention(packed[None], keys[None], values[None], mask, scale=scale)[0]
+    if scoring.softcap is None:
+        # A batch dimension of 1: the fused CPU kernel takes four dimensions only.
+        batched = packed[None], keys[None], values[None]
+        out = scaled_dot_product_attention(*batched, attn_mask=mask, scale=scoring.scale).squeeze(0)
     else:
-        out = _softcap_attention(packed, keys, values, mask, scale, softcap)
+        out = _softcap_attention(packed, keys, values, mask, scoring.scale, scoring.softcap)
     return out.reshape(kv_heads, num_queries, group, dim).transpose(0, 1).reshape(num_queries, heads, dim)
 
 

@@ -5,6 +5,7 @@ Exit codes: 0 good, 1 error, 2 usage, 3 infeasible, 4 SLO or threshold missed, 1
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,9 @@ def make_app() -> App:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the `servetwin` script."""
+    # OpenMP's workers wait by spinning unless told otherwise before torch starts them. A model of small
+    # operations then runs many times slower as soon as another process wants one of the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 

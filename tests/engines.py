@@ -54,10 +54,15 @@ class Engine:
     """An engine core stepped by hand. Requests enter unchecked: `core.refusal` is asked where a test is about it."""
 
     def __init__(
-        self, config: EngineConfig, policy: SchedulingPolicy | None = None, *, plan_tokens: bool = True
+        self,
+        config: EngineConfig,
+        policy: SchedulingPolicy | None = None,
+        *,
+        plan_tokens: bool = True,
+        journal: bool = False,
     ) -> None:
         self.config = config
-        self.core = EngineCore(config, policy, plan_tokens=plan_tokens)
+        self.core = EngineCore(config, policy, plan_tokens=plan_tokens, journal=journal)
         self.scheduler = self.core.scheduler
         self.kv = self.scheduler.kv
         self.pool = self.kv.pool

@@ -7,7 +7,7 @@ a block id that does not exist.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -23,6 +23,15 @@ IMPOSSIBLE_BLOCK = 2**30
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 both_backends = pytest.mark.parametrize("backend", ["cpu", "triton"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -59,10 +59,10 @@ def test_each_token_lands_in_its_slot(backend: ops.Backend, dtype: torch.dtype) 
 
 
 def test_padding_slots_write_nothing(backend: ops.Backend) -> None:
-    """3 tokens padded to 8 with slot -1: the last slot of the last block keeps its sentinel (report 25)."""
-    key_cache, value_cache = caches()
-    write(backend, *tokens(8), key_cache, value_cache, [6, 7, 8, -1, -1, -1, -1, -1])
-    assert changed_slots(key_cache) == changed_slots(value_cache) == [6, 7, 8]
+    """3 tokens padded to 8 with slot -1: no slot of the cache or beside it loses its sentinel (report 25)."""
+    key_pool, value_pool = caches(blocks=6)
+    write(backend, *tokens(8), key_pool[1:5], value_pool[1:5], [6, 7, 8, -1, -1, -1, -1, -1])
+    assert changed_slots(key_pool) == changed_slots(value_pool) == [11, 12, 13]
 
 
 @pytest.mark.parametrize("slots", [[], [-1, -1]])

@@ -9,7 +9,6 @@ import pytest
 from engines import Engine, engine_config, hit_tokens, some_tokens
 
 from servetwin.sim.block_pool import BlockPool
-from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.records import WaitReason
 
 
@@ -29,10 +28,9 @@ P = some_tokens("shared", 8)
 """Two blocks of four."""
 
 
-@pytest.fixture
-def with_cached_prefix() -> Engine:
+def with_cached_prefix(*, gate: bool = True) -> Engine:
     """Eight blocks: X runs on three, two of the five free ones hold P."""
-    engine = Engine(engine_config(usable_blocks=8, caching=True))
+    engine = Engine(engine_config(usable_blocks=8, caching=True, scheduler_reserve_full_isl=gate))
     engine.add("first", P)
     engine.run()
     engine.add("X", 9, 20)
@@ -41,9 +39,9 @@ def with_cached_prefix() -> Engine:
     return engine
 
 
-def test_11_a_failed_allocation_touches_nothing(with_cached_prefix: Engine) -> None:
+def test_11_a_failed_allocation_touches_nothing() -> None:
     """Four new blocks and two hit ones out of the free queue are more than five: the pool is as before."""
-    engine = with_cached_prefix
+    engine = with_cached_prefix()
     q1 = engine.request("Q1", P + some_tokens("Q1", 16))
     before = pool_state(engine.pool)
     hits = engine.kv.get_computed_blocks(q1)
@@ -53,10 +51,9 @@ def test_11_a_failed_allocation_touches_nothing(with_cached_prefix: Engine) -> N
 
 
 @pytest.mark.parametrize("gate", [True, False])
-def test_11_hit_blocks_in_the_free_queue_count_as_taken(with_cached_prefix: Engine, gate: bool) -> None:
+def test_11_hit_blocks_in_the_free_queue_count_as_taken(gate: bool) -> None:
     """Q1 (six blocks) has to wait, Q2 (five) leaves none free."""
-    engine = with_cached_prefix
-    engine.config.scheduler.__dict__["scheduler_reserve_full_isl"] = gate
+    engine = with_cached_prefix(gate=gate)
     engine.add("Q1", P + some_tokens("Q1", 16))
     frame = engine.schedule()
     assert frame.record.head_reason is (WaitReason.GATE if gate else WaitReason.BLOCKS)
@@ -138,17 +135,15 @@ def test_18_cached_but_unreferenced_blocks_are_free() -> None:
 
 def test_19_only_new_blocks_are_new() -> None:
     """C shares two hit blocks and takes one: nothing to clear for models without Mamba layers, one block taken."""
-    core = EngineCore(engine_config(caching=True), journal=True)
-    engine = Engine(engine_config(caching=True))
-    engine.core, engine.scheduler, engine.kv = core, core.scheduler, core.scheduler.kv
+    engine = Engine(engine_config(caching=True), journal=True)
     engine.add("A", P)
     engine.run()
-    core.drain_block_changes()
+    engine.core.drain_block_changes()
     engine.add("C", P + some_tokens("C", 4))
     frame = engine.schedule()
     (new,) = frame.plan.scheduled_new_reqs
     assert frame.plan.new_block_ids_to_zero is None
-    kinds = [(c.kind, c.block_id) for c in core.drain_block_changes()]
+    kinds = [(c.kind, c.block_id) for c in engine.core.drain_block_changes()]
     shared, fresh = new.block_ids[0][:2], new.block_ids[0][2]
     assert kinds == [("touch", shared[0]), ("touch", shared[1]), ("take", fresh), ("hash", fresh)]
 

@@ -22,7 +22,7 @@ def demo(
 ) -> int:
     """Run a small trained model on a shipped workload: the whole loop in one command.
 
-    96 requests arrive within about two seconds; the scheduler packs them into steps, the model (852,608 parameters,
+    96 requests arrive within about three seconds; the scheduler packs them into steps, the model (852,608 parameters,
     from the package glassllm) runs each step on the CPU with a paged KV cache that is too small for all of them, and
     the measured times move the simulated clock.
     """

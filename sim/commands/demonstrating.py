@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.running import RunRequest, show
@@ -21,8 +22,8 @@ from servetwin.workloads import read_trace
 CONVERT = "servetwin.executor.glassllm:convert"
 LOAD_TOKENIZER = "servetwin.executor.tokenizer:load_tokenizer"
 
-ENGINE = {"block_size": 8, "num_gpu_blocks_override": 160, "max_num_seqs": 24, "max_num_batched_tokens": 256}
-"""A pool of 159 usable blocks: fewer than the requests of a burst would like to have."""
+ENGINE = {"block_size": 8, "num_gpu_blocks_override": 90, "max_num_seqs": 24, "max_num_batched_tokens": 256}
+"""A pool of 111 usable blocks: fewer than the requests of a burst would like to have."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ def _show(run: Run, prompts: dict[str, tuple[int, ...]], tokenizer: Any) -> None
     request = _most_eventful(run)
     tokens = run.tokens
     answer = tokens[tokens.request_id == request.request_id].sort_values("index").token_id.tolist()
-    text = (
-        f"[dim]{tokenizer.decode(prompts[request.request_id])}[/dim] [bold]{tokenizer.decode(answer)}[/bold]"
-    )
+    prompt = [*prompts[request.request_id]]
+    told = tokenizer.decode(prompt)
+    text = Text.assemble((told, "dim"), (tokenizer.decode(prompt + answer)[len(told) :], "bold"))
     title = (
         f"{request.request_id}: {request.num_prompt_tokens} + {request.num_output_tokens} tokens, "
         f"{request.cached_tokens} from the prefix cache, {request.preemptions} preemptions"
