@@ -8,6 +8,7 @@ that we add say so. All survive pickle; `to_json` / `from_json` are a loss-free 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,8 +40,8 @@ class SamplingParams:
     """Do not stop at the end-of-sequence token (stop_token_ids still stop)."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number, 0 or more, got {self.temperature}")
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(
                 f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}: smaller values overflow",

@@ -24,10 +24,10 @@ _STALLED_AFTER = 1000
 
 def decide(scenario: Scenario) -> Iterator[Line]:
     """The lines of a scenario. Raises ScenarioError for a request that can never run, or when nothing moves."""
-    yield from _Loop(scenario).lines()
+    yield from ScenarioLoop(scenario).lines()
 
 
-class _Loop:
+class ScenarioLoop:
     """The state of one scenario's iterations."""
 
     def __init__(self, scenario: Scenario) -> None:

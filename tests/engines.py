@@ -198,7 +198,7 @@ class Worker:
         """Takes in the deltas of a plan."""
         for request_id in plan.finished_req_ids:
             for known in (self.tables, self.tokens, self.computed):
-                known.pop(request_id, None)  # type: ignore[attr-defined]
+                known.pop(request_id, None)
         for new in plan.scheduled_new_reqs:
             assert new.prompt_token_ids is not None
             self.tables[new.req_id] = list(new.block_ids[0])

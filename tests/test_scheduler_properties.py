@@ -167,7 +167,12 @@ class CheckedRun:
         for r in self.requests.values():
             if r.step == step:
                 self.engine.add(
-                    r.request_id, r.prompt, r.max_tokens, priority=r.priority, arrival_ns=step, ignore_eos=True
+                    r.request_id,
+                    r.prompt,
+                    r.max_tokens,
+                    priority=r.priority,
+                    arrival_ns=step,
+                    ignore_eos=True,
                 )
 
     def _aborts(self, step: int, *, in_flight: bool) -> None:

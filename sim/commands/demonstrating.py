@@ -22,8 +22,8 @@ from servetwin.workloads import read_trace
 CONVERT = "servetwin.executor.glassllm:convert"
 LOAD_TOKENIZER = "servetwin.executor.tokenizer:load_tokenizer"
 
-ENGINE = {"block_size": 8, "num_gpu_blocks_override": 90, "max_num_seqs": 24, "max_num_batched_tokens": 256}
-"""A pool of 111 usable blocks: fewer than the requests of a burst would like to have."""
+ENGINE = {"block_size": 8, "num_gpu_blocks_override": 124, "max_num_seqs": 24, "max_num_batched_tokens": 256}
+"""A pool of 123 usable blocks: fewer than the requests of a burst would like to have."""
 
 
 @dataclass(frozen=True)

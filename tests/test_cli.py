@@ -1,0 +1,312 @@
+"""The command line: what it prints where, what it refuses how, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servetwin.sim.cli import run
+from servetwin.sim.runs import read_run, tables_equal
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "16"]
+POOL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
+CONSTANT = ["--executor", "constant", "--step-time-s", "0.01"]
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    """Writes rows as our JSONL and returns the path."""
+
+    def write(*rows: Row, name: str = "workload.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        return str(path)
+
+    return write
+
+
+def rows(count: int = 6, **fields: Any) -> list[Row]:
+    return [
+        {"request_id": f"q{i}", "arrival_s": 0.5 + 0.05 * i, "prompt_tokens": 40, "output_tokens": 12} | fields
+        for i in range(count)
+    ]
+
+
+def served(tmp_path: Path, workload: str, *arguments: str, name: str = "out") -> Path:
+    """A run with the constant executor, written to a folder."""
+    out = tmp_path / name
+    assert run(["run", workload, *CONSTANT, *SMALL, *POOL, "--out", str(out), *arguments]) == 0
+    return out
+
+
+# ---------------------------------------------------------------- good runs
+
+
+def test_json_puts_one_object_on_stdout(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--json: stdout is the summary and nothing else, and the same as summary.json."""
+    out = served(tmp_path, jsonl(*rows()), "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((out / "summary.json").read_text())
+    assert printed["completed"] == 6
+
+
+def test_the_same_seed_gives_the_same_log_and_another_one_does_not(tmp_path: Path) -> None:
+    """A preset's run is determined by its seed, in every table."""
+
+    def log(name: str, seed: str) -> Path:
+        out = tmp_path / name
+        arguments = ["--num-prompts", "30", "--seed", seed, "--out", str(out)]
+        assert run(["run", "chat", *CONSTANT, *arguments]) == 0
+        return out
+
+    first, again, other = log("a", "1"), log("b", "1"), log("c", "2")
+    assert tables_equal(read_run(first), read_run(again))
+    assert not tables_equal(read_run(first), read_run(other))
+
+
+def test_a_run_is_replayed_from_the_workload_it_wrote(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """workload.jsonl.zst alone gives an equal log (aborts, priorities and prefixes included)."""
+    mixed = rows(8, priority=0)
+    mixed[1] |= {"abort_s": 0.62}
+    mixed[2] |= {"priority": -1, "session_id": "s"}
+    for row in mixed[3:]:
+        row |= {"prefix_ids": [7, 8], "prefix_block_tokens": 16}
+    flags = ["--scheduling-policy", "priority"]
+    first = served(tmp_path, jsonl(*mixed), *flags)
+    again = served(tmp_path, str(first / "workload.jsonl.zst"), *flags, name="again")
+    assert tables_equal(read_run(first), read_run(again))
+    assert read_run(first).requests.cached_tokens.sum() > 0
+
+
+def test_every_request_is_accounted_for(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """Refused and aborted requests stand in requests/ beside the finished ones, with the reason in events/."""
+    workload = jsonl(
+        *rows(3),
+        {"request_id": "long", "arrival_s": 0.1, "prompt_tokens": 300, "output_tokens": 2},
+        {"request_id": "gone", "arrival_s": 0.2, "prompt_tokens": 30, "output_tokens": 200, "abort_s": 0.3},
+    )
+    log = read_run(served(tmp_path, workload))
+    reasons = dict(zip(log.requests.request_id, log.requests.finish_reason, strict=True))
+    assert reasons == {"q0": "length", "q1": "length", "q2": "length", "long": "refused", "gone": "abort"}
+    refused = log.events[log.events.kind == "refused"].iloc[0]
+    assert refused.request_id == "long"
+    assert "max_model_len is 256" in refused.reason
+
+
+def test_whole_numbers_take_vllm_suffixes(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """k is 1,000 and K is 1,024; underscores and dashes mean the same in flags."""
+    out = tmp_path / "out"
+    arguments = ["--max_model_len", "1k", "--max-num-batched-tokens", "2K", "--num_gpu_blocks_override", "1.5k"]
+    assert run(["run", jsonl(*rows(1)), *CONSTANT, *arguments, "--out", str(out)]) == 0
+    engine = read_run(out).config["engine"]
+    assert engine["model"]["max_model_len"] == 1000
+    assert engine["scheduler"]["max_num_batched_tokens"] == 2048
+    assert engine["cache"]["num_gpu_blocks"] == 1500
+
+
+def test_what_was_assumed_is_said(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a model: on stderr and in run.json."""
+    out = tmp_path / "out"
+    assert run(["run", jsonl(*rows(1)), *CONSTANT, "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    assumed = read_run(out).header["assumed"]
+    assert assumed == ["num_gpu_blocks 40000", "max_model_len 131072"]
+    assert all(text in said for text in assumed)
+
+
+def test_without_chunked_prefill_the_budget_holds_the_longest_prompt(
+    jsonl: Callable[..., str], tmp_path: Path
+) -> None:
+    """vLLM raises max_num_batched_tokens to max_model_len when it was not given."""
+    out = tmp_path / "out"
+    flags = ["--no-enable-chunked-prefill", "--max-model-len", "4096"]
+    assert run(["run", jsonl(*rows(1)), *CONSTANT, *flags, "--out", str(out)]) == 0
+    assert read_run(out).config["engine"]["scheduler"]["max_num_batched_tokens"] == 4096
+
+
+def test_a_model_folder_gives_its_limits(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """With --model the constant executor takes max_model_len from config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 512, "vocab_size": 1000}))
+    out = tmp_path / "out"
+    assert run(["run", jsonl(*rows(1)), *CONSTANT, "--model", str(tmp_path), "--out", str(out)]) == 0
+    assert read_run(out).config["engine"]["model"]["max_model_len"] == 512
+
+
+class HalfSecond:
+    """Anyone's own executor: every step takes half a second and answers token 3."""
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def run(self, plan: Any) -> Any:
+        from servetwin.sim.contract import ModelRunnerOutput, StepResult
+
+        ids = list(plan.num_scheduled_tokens)
+        tokens = [[3] for _ in ids]
+        output = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, tokens)
+        return StepResult(0, 500_000_000 if ids else 0, output, "half second")
+
+
+def test_an_executor_of_ones_own(jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--executor module:attribute is called with ExecutorOptions and then runs the steps."""
+    import sys
+    import types
+
+    module = types.ModuleType("my_executors")
+    module.HalfSecond = HalfSecond  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_executors", module)
+    out = tmp_path / "out"
+    flags = ["--executor", "my_executors:HalfSecond", "--save-tokens", "--out", str(out)]
+    assert run(["run", jsonl(*rows(1)), *flags]) == 0
+    log = read_run(out)
+    assert log.steps.source.unique().tolist() == ["half second"]
+    assert log.tokens.token_id.tolist() == [3] * 12
+    assert log.summary["busy_time_s"] == 6.0
+
+
+# ---------------------------------------------------------------- decide
+
+
+def test_decide_writes_the_recorded_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same lines in the file of -o and on stdout."""
+    scenario = str(GOLDEN / "s05_prefix_shared.scenario.json")
+    assert run(["decide", scenario, "-o", str(tmp_path / "d.jsonl")]) == 0
+    assert run(["decide", scenario]) == 0
+    assert capsys.readouterr().out == (tmp_path / "d.jsonl").read_text()
+
+
+def scenario_file(tmp_path: Path, request: Row, **config: Any) -> str:
+    path = tmp_path / "scenario.json"
+    model = {"seed": 1, "vocab_size": 100, "eos_token_id": 7}
+    path.write_text(json.dumps({"config": config, "model": model, "requests": [request]}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({}, {"num_gpu_blocks": 5}, "below max_model_len 512"),
+        ({"max_tokens": 0}, {}, "requests.0.max_tokens 0"),
+        ({"max_tokens": "many"}, {}, "requests.0.max_tokens 'many'"),
+        ({"arrival_step": None}, {}, "request 'a': arrival_step is missing"),
+        ({"prompt_segments": [["p", "x", 0, 512]]}, {}, "request 'a': prompt of 512 tokens leaves no room"),
+        ({"min_tokens": 90, "max_tokens": 90}, {"max_model_len": 64}, "min_tokens 90 cannot be reached"),
+        ({"unknown": 1}, {}, "requests.0.unknown"),
+        ({}, {"enable_chunked_prefill": False}, "without chunked prefill"),
+        ({}, {"max_num_batched_tokens": 8}, "below max_num_seqs 16"),
+        ({}, {"async_scheduling": True}, "async_scheduling True is not supported yet"),
+        ({}, {"policy": "lifo"}, "config.policy 'lifo'"),
+    ],
+)
+def test_decide_refuses_what_can_never_run(
+    change: Row, config: Row, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that names the field and the value, exit code 2, nothing written."""
+    request = {"id": "a", "prompt_segments": [["p", "x", 0, 20]], "max_tokens": 5, "arrival_step": 0} | change
+    out = tmp_path / "d.jsonl"
+    assert run(["decide", scenario_file(tmp_path, request, **config), "-o", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert not out.exists()
+
+
+# ---------------------------------------------------------------- refusals of run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--executor", "constant"], "--step-time-s"),
+        ([*CONSTANT[:3], "0"], "--step-time-s 0.0"),
+        ([*CONSTANT[:3], "1e-10"], "at least 1e-9 seconds"),
+        ([*CONSTANT[:3], "soon"], "soon"),
+        ([*CONSTANT, "--max-num-sekvs", "3"], "--max-num-sekvs"),
+        ([*CONSTANT, "--max-num-seqs", "many"], "'many' is not a whole number"),
+        ([*CONSTANT, "--max-num-seqs", "0"], "max_num_seqs 0"),
+        ([*CONSTANT, "--block-size", "-1"], "block_size -1"),
+        ([*CONSTANT, "--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "below max_num_seqs 64"),
+        ([*CONSTANT, "--num-gpu-blocks-override", "4", "--max-model-len", "256"], "below max_model_len 256"),
+        ([*CONSTANT, "--async-scheduling"], "--async-scheduling is not supported yet"),
+        ([*CONSTANT, "--dtype", "bfloat16"], "--dtype has no effect"),
+        ([*CONSTANT, "--temperature", "1"], "have no effect with --executor constant"),
+        ([*CONSTANT, "--save-plans"], "need --out"),
+        ([*CONSTANT, "--num-prompts", "7"], "num_prompts 7"),
+        ([*CONSTANT, "--request-rate", "3"], "rate_per_s 3.0"),
+        ([*CONSTANT, "--metric-defs", "mine"], "mine"),
+        ([*CONSTANT, "--scheduling-policy", "lifo"], "lifo"),
+        (["--executor", "nonsense"], "'nonsense' is not known; allowed: torch"),
+        (["--executor", "json:nothing"], "has no attribute 'nothing'"),
+        (["--executor", "no.such.module:x"], "needs the module 'no'"),
+        ([*CONSTANT, "--model", "/nowhere"], "/nowhere/config.json: No such file"),
+    ],
+)
+def test_run_refuses_with_one_line(
+    arguments: list[str],
+    message: str,
+    jsonl: Callable[..., str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2, one line on stderr that names flag and value, and no folder."""
+    out = tmp_path / "out"
+    extra = [] if "--save-plans" in arguments else ["--out", str(out)]
+    assert run(["run", jsonl(*rows()), *arguments, *extra]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_tokens": -3}, "row 3.*prompt_tokens.*-3"),
+        ({"output_tokens": "x"}, "row 3.*output_tokens.*'x'"),
+        ({"arrival_s": None}, "row 3.*arrival_s"),
+        ({"speed": 1}, "row 3.*speed"),
+        ({"request_id": "q0"}, "row 3.*request_id.*q0"),
+    ],
+)
+def test_a_damaged_row_is_named(
+    row: Row, message: str, jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row number, field and value; exit code 2; no folder."""
+    damaged = rows(4)
+    damaged[2] |= row
+    assert run(["run", jsonl(*damaged), *CONSTANT, "--out", str(tmp_path / "out")]) == 2
+    assert_matches(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    import re
+
+    assert re.search(pattern, text), text
+
+
+def test_a_folder_with_something_in_it_is_left_alone(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """--overwrite replaces a run, and nothing but a run."""
+    out = served(tmp_path, jsonl(*rows(2)))
+    flags = ["run", jsonl(*rows(3)), *CONSTANT, "--out"]
+    assert run([*flags, str(out)]) == 2
+    assert len(read_run(out).requests) == 2
+    assert run([*flags, str(out), "--overwrite"]) == 0
+    assert len(read_run(out).requests) == 3
+    precious = tmp_path / "thesis"
+    precious.mkdir()
+    (precious / "chapter1.txt").write_text("...")
+    assert run([*flags, str(precious), "--overwrite"]) == 2
+    assert [p.name for p in precious.iterdir()] == ["chapter1.txt"]

@@ -1,0 +1,89 @@
+"""Plans survive every way of being sent: pickle, JSON, a file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+
+import orjson
+import pytest
+
+from servetwin.sim.contract import SamplingParams, from_json, to_json
+from servetwin.sim.decide import ScenarioLoop
+from servetwin.sim.scenario import read_scenario
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def plans_of(name: str) -> list:  # type: ignore[type-arg]
+    """The plans of a recorded scenario, as our scheduler makes them."""
+    loop = ScenarioLoop(read_scenario(GOLDEN / f"{name}.scenario.json"))
+    plans = []
+    begin = loop.core.begin
+
+    def recording(now: int):  # type: ignore[no-untyped-def]
+        frame = begin(now)
+        if frame is not None:
+            plans.append(pickle.loads(pickle.dumps(frame.plan)))
+        return frame
+
+    loop.core.begin = recording  # type: ignore[method-assign]
+    for _ in loop.lines():
+        pass
+    return plans
+
+
+@pytest.mark.parametrize("name", ["s07_priority_preempt", "s11_aborts"])
+def test_json_is_loss_free(name: str) -> None:
+    """Preempted, resumed, aborted and starved requests included: from_json(to_json(plan)) == plan, through text."""
+    plans = plans_of(name)
+    with gzip.open(GOLDEN / f"{name}.expected.jsonl.gz", "rt") as f:
+        assert len(plans) == sum(1 for _ in f)
+    for plan in plans:
+        assert from_json(orjson.loads(orjson.dumps(to_json(plan)))) == plan
+
+
+def test_sets_are_written_sorted() -> None:
+    """The same plan gives the same text, whatever the order of its sets."""
+    plan = next(p for p in plans_of("s11_aborts") if len(p.finished_req_ids) > 1)
+    written = to_json(plan)["finished_req_ids"]
+    assert written == sorted(written)
+
+
+@pytest.mark.parametrize("damage", [{"num_scheduled_tokens": None}, {"unknown": 1}, {"scheduled_cached_reqs": {}}])
+def test_what_is_no_plan_is_refused(damage: dict[str, object]) -> None:
+    """A missing or unknown field is named."""
+    data = to_json(plans_of("s05_prefix_shared")[0])
+    if damage == {"num_scheduled_tokens": None}:
+        del data["num_scheduled_tokens"]
+    else:
+        data |= damage
+    with pytest.raises(ValueError, match="not a scheduler plan: .*(num_scheduled_tokens|unknown|resumed_req_ids)"):
+        from_json(json.loads(json.dumps(data)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("max_tokens", 0),
+        ("min_tokens", -1),
+    ],
+)
+def test_sampling_values_outside_their_range_raise(field: str, value: float) -> None:
+    """The message names the field and the value."""
+    with pytest.raises(ValueError, match=f"{field}.*{value}"):
+        SamplingParams(**{field: value})
+
+
+def test_a_tiny_temperature_is_raised_with_a_warning() -> None:
+    """Report 35: dividing by it would overflow; 0 itself stays greedy."""
+    with pytest.warns(UserWarning, match=r"temperature 1e-06 is raised to 0.01"):
+        assert SamplingParams(temperature=1e-6).temperature == 0.01
+    assert SamplingParams(temperature=0.0).greedy
