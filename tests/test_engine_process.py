@@ -481,10 +481,10 @@ def test_report_62_an_idle_engine_has_no_steps() -> None:
 @pytest.mark.parametrize("rate", [20.0, 60.0])
 def test_report_64_a_replay_is_the_run(rate: float, tmp_path: Path) -> None:
     """200 requests, written down as received and read again, give the same log, time for time."""
-    config = RunConfig(
-        engine=engine_config(usable_blocks=900, block_size=16, max_num_seqs=64, caching=True),
-        executor="constant",
+    limits = engine_config(
+        usable_blocks=900, block_size=16, max_num_seqs=32, max_num_batched_tokens=2048, caching=True
     )
+    config = RunConfig(engine=limits, executor="constant")
 
     def run(workload: Workload) -> tuple[MemorySink, list[RequestSpec]]:
         sink, received = MemorySink(), list[RequestSpec]()
@@ -501,7 +501,7 @@ def test_report_64_a_replay_is_the_run(rate: float, tmp_path: Path) -> None:
         )
         return sink, received
 
-    first, received = run(open_workload("chat", 200, rate, 3))
+    first, received = run(open_workload("code", 200, rate, 3))
     file = tmp_path / "workload.jsonl.zst"
     write_jsonl(file, received)
     again, received_again = run(open_workload(str(file), None, None, 0))

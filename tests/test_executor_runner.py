@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,8 @@ def test_generate_of_transformers_gives_the_same_tokens() -> None:
     engine.step({"a": 9})
     engine.decode("a", 9)
     inputs = torch.tensor([prompt(9)])
-    generated = engine.reference.generate(
+    reference: Any = engine.reference
+    generated = reference.generate(
         inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=10, eos_token_id=None
     )
     assert engine.plans.output_of("a") == generated[0, 9:].tolist()

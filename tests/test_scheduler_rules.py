@@ -139,6 +139,29 @@ def test_13_a_scheduled_victim_gives_its_tokens_back() -> None:
     assert frame.plan.preempted_req_ids == {"d"}
 
 
+def test_13_tokens_given_back_go_to_those_behind() -> None:
+    """v, cut to the one token left of four in the first step, gets two with the token that d gives back."""
+    engine = Engine(
+        engine_config(
+            block_size=2,
+            usable_blocks=5,
+            policy="priority",
+            max_num_seqs=3,
+            max_num_batched_tokens=4,
+            long_prefill_token_threshold=2,
+            scheduler_reserve_full_isl=False,
+        )
+    )
+    d = engine.add("d", 4, 6, priority=9)
+    engine.run(until=lambda: d.num_output_tokens == 1)
+    engine.add("u", 8, priority=0)
+    engine.add("v", 5, priority=0)
+    assert engine.step() == {"d": 1, "u": 2, "v": 1}
+    frame = engine.schedule()
+    assert preempted([frame]) == ["d"]
+    assert frame.plan.num_scheduled_tokens == {"u": 2, "v": 2}
+
+
 def test_13_the_number_of_tokens_is_not_taken_anew_after_a_refund() -> None:
     """u was cut to the three tokens left of the budget; d's refund does not make them four."""
     engine = Engine(
