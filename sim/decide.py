@@ -11,6 +11,7 @@ from typing import Any
 
 from servetwin.sim.contract import ModelRunnerOutput, SamplingParams, SchedulerOutput
 from servetwin.sim.engine_core import EngineCore
+from servetwin.sim.progress_guard import ProgressGuard
 from servetwin.sim.records import ScheduleRecord
 from servetwin.sim.request import Request
 from servetwin.sim.scenario import Scenario, ScenarioError, ScenarioRequest, list_crc
@@ -34,6 +35,7 @@ class ScenarioLoop:
         self.scenario = scenario
         self.by_clock = scenario.time_mode == "clock"
         self.core = EngineCore(scenario.engine_config())
+        self._guard = ProgressGuard()
         self.step = 0
         self.clock_ns = 0
         self.out_keys = {r.id: r.out_key or r.id for r in scenario.requests}
@@ -110,6 +112,7 @@ class ScenarioLoop:
             )
         line["aborted_during"] = self._abort_due("during")
         outputs = self.core.complete(frame, self._run(plan))
+        self._guard.step(frame, outputs, self.core.scheduler.requests.values())
         line["updated_step"] = self.step
         line["outputs"] = [
             [o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason] for o in outputs.outputs

@@ -16,15 +16,12 @@ from servetwin.sim.contract import SamplingParams, StepResult, StepTimer
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import HostModel, LinearHostModel
+from servetwin.sim.progress_guard import ProgressGuard, StalledError
 from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.request import Request
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads.spec import RequestSpec, Workload
-
-
-class StalledError(RuntimeError):
-    """Requests are left, nothing can be scheduled, and no event will ever change that."""
 
 
 class StepObserver(Protocol):
@@ -67,6 +64,7 @@ class EngineProcess:
         self._tokens = tokens
         self._sampling = sampling
         self._host = host or LinearHostModel()
+        self._guard = ProgressGuard()
         self._on_request = on_request
         self._on_step = on_step
 
@@ -106,6 +104,7 @@ class EngineProcess:
         self._log_blocks()
         for request_id in outputs.finished:
             self._ended(request_id)
+        self._guard.step(frame, outputs, self.core.scheduler.requests.values())
         if self._on_step is not None:
             self._on_step(frame, result, outputs)
 
@@ -143,6 +142,7 @@ class EngineProcess:
                 continue
             self._tokens.add(spec)
             self.core.add_request(request, self.now)
+            self._guard.progress()
             self.log.arrived(spec, self.now)
             if spec.abort_s is not None:
                 self._abort_count += 1
@@ -172,6 +172,7 @@ class EngineProcess:
                 continue
             blocks = self.core.scheduler.kv.num_blocks(request)
             self.core.abort_requests([request_id])
+            self._guard.progress()
             self.log.aborted(request_id, self.now, request.num_computed_tokens, blocks)
             self._ended(request_id)
         self._log_blocks()

@@ -108,7 +108,7 @@ class KVCacheManager:
         return count
 
     def _blocks_needed(self, request: Request, num_tokens: int, hits: Sequence[int]) -> int:
-        """Free blocks it takes to hold `num_tokens` tokens; hit blocks that lie in the free queue leave it, so count."""
+        """Free blocks it takes to hold `num_tokens` tokens; hit blocks that are free leave the queue and count."""
         held = len(self._tables.get(request.request_id, ()))
         fresh = max(cdiv(num_tokens, self.block_size) - held - len(hits), 0)
         return fresh + sum(self.pool.references(b) == 0 for b in hits)

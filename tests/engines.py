@@ -3,7 +3,7 @@ knows nothing but the plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from zlib import crc32
 
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -14,7 +14,7 @@ from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.request import Request
 from servetwin.sim.token_source import TokenPrompt
 
-STEPS_AT_MOST = 5_000
+STEPS_AT_MOST = 2_000
 
 
 def engine_config(
@@ -143,10 +143,22 @@ class Engine:
         self.complete(frame)
         return frame.plan.num_scheduled_tokens
 
+    def frames(self) -> Iterator[Frame]:
+        """All steps until nothing is left to do; each is seen between its schedule and its update."""
+        for _ in range(STEPS_AT_MOST):
+            if not self.core.has_work():
+                return
+            frame = self.schedule()
+            yield frame
+            self.complete(frame)
+        raise AssertionError(f"no end after {STEPS_AT_MOST} steps")
+
     def run(self, until: Callable[[], bool] | None = None) -> list[Frame]:
         """Steps until a condition holds, or until nothing is left to do; returns the frames."""
+        if until is None:
+            return list(self.frames())
         frames: list[Frame] = []
-        while not until() if until else self.core.has_work():
+        while not until():
             frames.append(self.schedule())
             self.complete(frames[-1])
             assert len(frames) < STEPS_AT_MOST, f"no end after {len(frames)} steps"

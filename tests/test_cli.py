@@ -34,7 +34,8 @@ def jsonl(tmp_path: Path) -> Callable[..., str]:
 
 def rows(count: int = 6, **fields: Any) -> list[Row]:
     return [
-        {"request_id": f"q{i}", "arrival_s": 0.5 + 0.05 * i, "prompt_tokens": 40, "output_tokens": 12} | fields
+        {"request_id": f"q{i}", "arrival_s": 0.5 + 0.05 * i, "prompt_tokens": 40, "output_tokens": 12}
+        | fields
         for i in range(count)
     ]
 
@@ -105,7 +106,14 @@ def test_every_request_is_accounted_for(jsonl: Callable[..., str], tmp_path: Pat
 def test_whole_numbers_take_vllm_suffixes(jsonl: Callable[..., str], tmp_path: Path) -> None:
     """k is 1,000 and K is 1,024; underscores and dashes mean the same in flags."""
     out = tmp_path / "out"
-    arguments = ["--max_model_len", "1k", "--max-num-batched-tokens", "2K", "--num_gpu_blocks_override", "1.5k"]
+    arguments = [
+        "--max_model_len",
+        "1k",
+        "--max-num-batched-tokens",
+        "2K",
+        "--num_gpu_blocks_override",
+        "1.5k",
+    ]
     assert run(["run", jsonl(*rows(1)), *CONSTANT, *arguments, "--out", str(out)]) == 0
     engine = read_run(out).config["engine"]
     assert engine["model"]["max_model_len"] == 1000
@@ -158,7 +166,9 @@ class HalfSecond:
         return StepResult(0, 500_000_000 if ids else 0, output, "half second")
 
 
-def test_an_executor_of_ones_own(jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_of_ones_own(
+    jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--executor module:attribute is called with ExecutorOptions and then runs the steps."""
     import sys
     import types

@@ -52,7 +52,9 @@ def test_sets_are_written_sorted() -> None:
     assert written == sorted(written)
 
 
-@pytest.mark.parametrize("damage", [{"num_scheduled_tokens": None}, {"unknown": 1}, {"scheduled_cached_reqs": {}}])
+@pytest.mark.parametrize(
+    "damage", [{"num_scheduled_tokens": None}, {"unknown": 1}, {"scheduled_cached_reqs": {}}]
+)
 def test_what_is_no_plan_is_refused(damage: dict[str, object]) -> None:
     """A missing or unknown field is named."""
     data = to_json(plans_of("s05_prefix_shared")[0])
@@ -60,7 +62,9 @@ def test_what_is_no_plan_is_refused(damage: dict[str, object]) -> None:
         del data["num_scheduled_tokens"]
     else:
         data |= damage
-    with pytest.raises(ValueError, match="not a scheduler plan: .*(num_scheduled_tokens|unknown|resumed_req_ids)"):
+    with pytest.raises(
+        ValueError, match=r"not a scheduler plan: .*(num_scheduled_tokens|unknown|resumed_req_ids)"
+    ):
         from_json(json.loads(json.dumps(data)))
 
 

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, SchedulerOutput, StepResult, StepTimer
 from servetwin.sim.engine_core import EngineCore
-from servetwin.sim.engine_process import EngineProcess, StalledError
+from servetwin.sim.engine_process import EngineProcess
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.host_model import LinearHostModel
+from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.records import EngineCoreOutputs, Frame, ScheduleRecord
 from servetwin.sim.runs import differences, tables_equal
 from servetwin.sim.scheduler import Scheduler

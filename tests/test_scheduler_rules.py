@@ -197,6 +197,16 @@ def test_03_a_block_is_found_in_the_step_that_fills_it() -> None:
     assert engine.table("first")[:4] == engine.table("second")[:4]
 
 
+def test_a_block_is_its_tokens_and_everything_before_them() -> None:
+    """The same four tokens at the beginning of a prompt are not the block that stood second in another."""
+    engine = Engine(engine_config(caching=True))
+    second = some_tokens("second", 4)
+    engine.add("before", some_tokens("first", 4) + second)
+    engine.run()
+    engine.add("r", second + some_tokens("tail", 4))
+    assert hit_tokens(engine.run(), "r") == [0]
+
+
 def test_04_the_last_token_is_never_hit() -> None:
     """A prompt of two whole blocks that are both cached hits one of them."""
     engine = Engine(engine_config(caching=True))
