@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from servetwin.sim.config import NUM_RESERVED_BLOCKS
-
 GPU_MEMORY_UTILIZATION = 0.92
 """Part of a GPU's memory that the engine may use (vLLM's default)."""
 CPU_CACHE_BYTES = 4 * 2**30
@@ -57,12 +55,15 @@ def blocks_in(cache_bytes: int, spec: KVCacheSpec, block_size: int) -> int:
 
 
 def check_fits(num_blocks: int, block_size: int, max_model_len: int, spec: KVCacheSpec) -> None:
-    """ValueError when not even one request of `max_model_len` tokens fits beside the null block."""
-    tokens = max(num_blocks - NUM_RESERVED_BLOCKS, 0) * block_size
+    """ValueError when one request of `max_model_len` tokens does not fit.
+
+    As in vLLM 0.22.0 the null block counts here, although no request can use it.
+    """
+    tokens = num_blocks * block_size
     if tokens < max_model_len:
-        needed = -(-max_model_len // block_size) + NUM_RESERVED_BLOCKS
+        needed = -(-max_model_len // block_size)
         raise ValueError(
-            f"num_gpu_blocks {num_blocks} of block_size {block_size} (one block is reserved) hold {tokens} "
+            f"num_gpu_blocks {num_blocks} of block_size {block_size} hold {tokens} "
             f"tokens, below max_model_len {max_model_len}: allow at least {needed} blocks "
             f"({needed * block_size * spec.bytes_per_token} bytes at {spec.bytes_per_token} bytes per token) "
             f"or lower max_model_len to at most {tokens}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from servetwin.executor.attention import ATTENTION_NAME
 from servetwin.executor.kv_cache import KVCacheSpec
@@ -180,14 +183,15 @@ def _pretrained_model(
 ) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM
     try:
-        model, info = auto.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with _without_progress_bar():
+            model, info = auto.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except (*WEIGHT_ERRORS, *CONFIG_ERRORS) as e:
         raise ModelLoadError(f"cannot load the weights in {str(folder)!r}: {_one_line(e)}") from e
     for problem in ("missing_keys", "mismatched_keys"):
@@ -199,6 +203,18 @@ def _pretrained_model(
             )
     loaded: PreTrainedModel = model.to(device)
     return loaded
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Keeps transformers' own bar off stderr, where ours stands; its setting is left as it was."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _one_line(error: BaseException) -> str:

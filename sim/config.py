@@ -89,12 +89,12 @@ class EngineConfig(Config):
                 f"max_num_batched_tokens {s.max_num_batched_tokens} is below max_model_len {m.max_model_len}: without "
                 "chunked prefill a longer prompt could never be scheduled"
             )
-        fits = self.cache.usable_blocks * self.cache.block_size
+        # As in vLLM the reserved block counts here; a request that would need it is refused on arrival.
+        fits = self.cache.num_gpu_blocks * self.cache.block_size
         if fits < m.max_model_len:
             raise ValueError(
-                f"num_gpu_blocks {self.cache.num_gpu_blocks} (one of them reserved) of block_size "
-                f"{self.cache.block_size} hold {fits} tokens, below max_model_len {m.max_model_len}: raise the number "
-                f"of blocks or lower max_model_len to at most {fits}"
+                f"num_gpu_blocks {self.cache.num_gpu_blocks} of block_size {self.cache.block_size} hold {fits} "
+                f"tokens, below max_model_len {m.max_model_len}: raise the number of blocks or lower max_model_len"
             )
         return self
 

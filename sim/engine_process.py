@@ -59,7 +59,7 @@ class EngineProcess:
         self.timer = timer
         self.log = log
         self._arrivals = _Arrivals(workload)
-        self._aborts: list[tuple[int, int, str]] = []
+        self._aborts: list[tuple[int, int, Request]] = []
         self._abort_count = 0
         self._tokens = tokens
         self._sampling = sampling
@@ -146,9 +146,7 @@ class EngineProcess:
             self.log.arrived(spec, self.now)
             if spec.abort_s is not None:
                 self._abort_count += 1
-                heapq.heappush(
-                    self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, spec.request_id)
-                )
+                heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, request))
 
     def _request(self, spec: RequestSpec, arrival_ns: int) -> Request:
         config = self.core.config
@@ -166,9 +164,10 @@ class EngineProcess:
     def _abort_due(self) -> None:
         """Aborts whose time has come. One due before its request was taken in has waited for that."""
         while self._aborts and self._aborts[0][0] <= self.now:
-            _, _, request_id = heapq.heappop(self._aborts)
-            request = self.core.scheduler.requests.get(request_id)
-            if request is None:
+            _, _, request = heapq.heappop(self._aborts)
+            request_id = request.request_id
+            if self.core.scheduler.requests.get(request_id) is not request:
+                # It has ended; a later request may carry the same id.
                 continue
             blocks = self.core.scheduler.kv.num_blocks(request)
             self.core.abort_requests([request_id])

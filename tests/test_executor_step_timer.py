@@ -124,13 +124,13 @@ def test_blocks_come_from_the_override_then_the_bytes_then_the_memory(
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_gpu_blocks": 16}, {"num_gpu_blocks": None, "kv_cache_memory_bytes": 100}]
+    "options", [{"num_gpu_blocks": 15}, {"num_gpu_blocks": None, "kv_cache_memory_bytes": 100}]
 )
 def test_a_cache_that_cannot_hold_one_request_is_refused_with_the_numbers(
     folder: Path, options: dict[str, int | None]
 ) -> None:
-    """64 tokens need 16 blocks of 4 and the null block."""
-    with pytest.raises(ValueError, match=r"below max_model_len 64: allow at least 17 blocks \(34816 bytes"):
+    """64 tokens need 16 blocks of 4."""
+    with pytest.raises(ValueError, match=r"below max_model_len 64: allow at least 16 blocks \(32768 bytes"):
         build(folder, **options)
 
 

@@ -48,7 +48,12 @@ def test_the_gate_or_fcfs_avoids_it(config: dict[str, object]) -> None:
 
 def test_a_long_prompt_is_no_livelock() -> None:
     """Many steps without an output are fine while they compute something new."""
-    scenario = two_prompts(num_gpu_blocks=20_000, max_model_len=70_000, max_num_batched_tokens=1000)
+    scenario = two_prompts(
+        num_gpu_blocks=20_000,
+        max_model_len=70_000,
+        max_num_batched_tokens=1000,
+        long_prefill_token_threshold=0,
+    )
     request = scenario.requests[0].model_copy(update={"prompt_segments": (("p", "x", 0, 60_000),)})
     lines = list(decide(scenario.model_copy(update={"requests": (request,)})))
     assert sum(len(o[1]) for line in lines for o in line["outputs"]) == 3

@@ -22,15 +22,18 @@ EOS = 2
 
 def test_01_a_pool_that_cannot_hold_a_request_is_refused() -> None:
     """A window larger than the pool would let a request wait for ever at the head: no such engine is built."""
-    with pytest.raises(ValidationError, match="hold 40 tokens, below max_model_len 64"):
+    with pytest.raises(ValidationError, match="hold 44 tokens, below max_model_len 64"):
         engine_config(usable_blocks=10, max_model_len=64, max_num_batched_tokens=64)
 
 
-def test_01_a_pool_that_holds_one_request_only_by_its_null_block_is_refused() -> None:
-    """Block 0 is never usable, so `max_model_len / block_size` blocks with it are one too few."""
-    engine_config(usable_blocks=16, max_model_len=64)
-    with pytest.raises(ValidationError, match="max_model_len"):
-        engine_config(usable_blocks=15, max_model_len=64)
+def test_01_a_request_that_would_need_the_null_block_is_refused_and_the_rest_go_on() -> None:
+    """Such a pool passes the check of the window, as in vLLM; the one request that can never run is named."""
+    engine = Engine(engine_config(usable_blocks=15, max_model_len=64))
+    too_long, fits = engine.request("R0", 60, 4), engine.request("R1", 57, 4)
+    assert engine.core.refusal(too_long) == (
+        "prompt of 60 and output of 4 tokens need 16 blocks; the pool has 15 usable ones"
+    )
+    assert engine.core.refusal(fits) is None
 
 
 def test_02_a_long_prompt_waits_for_its_whole_sequence() -> None:

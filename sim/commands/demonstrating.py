@@ -22,8 +22,8 @@ from servetwin.workloads import read_trace
 CONVERT = "servetwin.executor.glassllm:convert"
 LOAD_TOKENIZER = "servetwin.executor.tokenizer:load_tokenizer"
 
-ENGINE = {"block_size": 8, "num_gpu_blocks_override": 124, "max_num_seqs": 24, "max_num_batched_tokens": 256}
-"""A pool of 123 usable blocks: fewer than the requests of a burst would like to have."""
+USABLE_BLOCKS = 123
+"""Fewer blocks of 8 tokens than the requests of a burst would like to have."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,14 @@ def carry_out(request: DemoRequest) -> int:
             RunRequest(
                 workload=str(workload),
                 executor="torch",
-                engine=EngineFlags(model=model, dtype="float32", **ENGINE),
+                engine=EngineFlags(
+                    model=model,
+                    dtype="float32",
+                    block_size=8,
+                    num_gpu_blocks_override=USABLE_BLOCKS + 1,
+                    max_num_seqs=24,
+                    max_num_batched_tokens=256,
+                ),
                 out=request.out,
                 overwrite=(request.out / HEADER).is_file(),
                 save_tokens=True,
