@@ -208,13 +208,14 @@ def _pretrained_model(
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
     """Keeps transformers' own bar off stderr, where ours stands; its setting is left as it was."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    switch: Any = transformers_logging
+    shown = switch.is_progress_bar_enabled()
+    switch.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            switch.enable_progress_bar()
 
 
 def _one_line(error: BaseException) -> str:
