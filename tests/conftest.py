@@ -20,7 +20,7 @@ settings.register_profile("ci", max_examples=300, deadline=None, derandomize=Tru
 settings.register_profile(
     "nightly", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile(os.environ.get("SERVETWIN_HYPOTHESIS_PROFILE", "dev"))
+settings.load_profile(os.environ.get("SERVETWIN_HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

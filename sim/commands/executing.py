@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,6 +50,7 @@ def carry_out(request: ExecuteRequest) -> int:
     path = request.plans / PLANS if request.plans.is_dir() else request.plans
     if not path.is_file():
         raise UsageError(f"{path}: no such file; record plans with `servetwin run ... --save-plans`")
+    plans = _opened(path)
     options = _options(request, path)
     executor = load("servetwin.executors", request.executor)(options)
     writer = RunWriter.create(
@@ -64,7 +66,7 @@ def carry_out(request: ExecuteRequest) -> int:
     execution = _Execution(writer, request.save_tokens)
     try:
         with StopRequest() as stop:
-            execution.run(read_plans(path), executor, stop)
+            execution.run(plans, executor, stop)
     except BaseException as e:
         execution.flush()
         writer.fail("interrupted" if isinstance(e, KeyboardInterrupt) else f"{type(e).__name__}: {e}")
@@ -80,6 +82,15 @@ def carry_out(request: ExecuteRequest) -> int:
             f"busy {totals['busy_time_s']:.3f} s: {request.out}"
         )
     return 0
+
+
+def _opened(path: Path) -> Iterator[SchedulerOutput]:
+    """The plans of a file whose first one could be read: nothing is built for a file that holds none."""
+    plans = read_plans(path)
+    first = next(plans, None)
+    if first is None:
+        raise UsageError(f"{path}: holds no plans")
+    return chain([first], plans)
 
 
 def read_plans(path: Path) -> Iterator[SchedulerOutput]:
