@@ -39,7 +39,7 @@ class PortError(ValueError):
 def serve(runs: Sequence[str | Path], port: int) -> int:
     """Serves the dashboard of the given run folders at 127.0.0.1:port until SIGTERM or SIGINT.
 
-    Prints the address on stderr. Returns the exit code: 0 when it was told to end, else the server's own.
+    Prints the address on stderr once it answers. Returns the exit code: 0 when it was told to end, else the server's own.
     Raises RunFolderError for a folder that is no run and PortError for a port that cannot be had. Must be
     called from the main thread, whose signal handlers it borrows.
     """
@@ -51,8 +51,11 @@ def serve(runs: Sequence[str | Path], port: int) -> int:
     _check_port(port)
     with _noted_signals() as told_to_end:
         server = subprocess.Popen(_command(paths, port), stdout=subprocess.DEVNULL, start_new_session=True)
-        print(f"dashboard: http://{HOST}:{port} (Ctrl-C ends it)", file=sys.stderr, flush=True)  # noqa: T201
+        announced = False
         while server.poll() is None and not told_to_end:
+            if not announced and _answers(port):
+                announced = True
+                print(f"dashboard: http://{HOST}:{port} (Ctrl-C ends it)", file=sys.stderr, flush=True)  # noqa: T201
             time.sleep(POLL_S)
         _end(server)
     return 0 if told_to_end else server.returncode
@@ -80,6 +83,15 @@ def _check_port(port: int) -> None:
             raise PortError(
                 f"port {port} of {HOST} cannot be had: {e.strerror}; choose another --port"
             ) from e
+
+
+def _answers(port: int) -> bool:
+    """Somebody listens there: the server takes a few seconds to come up."""
+    try:
+        socket.create_connection((HOST, port), timeout=POLL_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
