@@ -39,7 +39,7 @@ class PortError(ValueError):
 def serve(runs: Sequence[str | Path], port: int) -> int:
     """Serves the dashboard of the given run folders at 127.0.0.1:port until SIGTERM or SIGINT.
 
-    Prints the address on stderr once it answers. Returns the exit code: 0 when it was told to end, else the server's own.
+    Prints the address on stderr once it answers. Returns the exit code: 0 when told to end, else the server's.
     Raises RunFolderError for a folder that is no run and PortError for a port that cannot be had. Must be
     called from the main thread, whose signal handlers it borrows.
     """
