@@ -76,18 +76,26 @@ class KVCacheManager:
         """
         computed = min(request.num_computed_tokens + len(hits) * self.block_size, self._max_model_len)
         slots = min(computed + num_new_tokens, self._max_model_len)
-        if self._blocks_needed(request, slots, hits) > self.pool.num_free:
-            return None
+        table = self._tables.get(request.request_id, [])
+        new_blocks: list[int] = []
+        if hits or slots > len(table) * self.block_size:
+            if self._blocks_needed(request, slots, hits) > self.pool.num_free:
+                return None
+            table, new_blocks = self._extend(request, slots, hits)
+        if self.enable_caching:
+            self._hash_full_blocks(request, min(computed + num_new_tokens, request.num_tokens), table)
+        return new_blocks
+
+    def _extend(self, request: Request, slots: int, hits: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Adds the hits and as many fresh blocks as `slots` tokens need; returns (table, fresh blocks)."""
         table = self._tables.setdefault(request.request_id, [])
         if hits:
             self.pool.touch(hits, request.request_id)
             table += hits
             self._num_hashed[request.request_id] = len(hits)
-        new_blocks = self.pool.take(max(cdiv(slots, self.block_size) - len(table), 0), request.request_id)
-        table += new_blocks
-        if self.enable_caching:
-            self._hash_full_blocks(request, min(computed + num_new_tokens, request.num_tokens), table)
-        return new_blocks
+        fresh = self.pool.take(cdiv(slots, self.block_size) - len(table), request.request_id)
+        table += fresh
+        return table, fresh
 
     def free(self, request: Request) -> None:
         """Gives the table back, last block first, so that the end of a chain is evicted before its beginning."""
