@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,6 +129,23 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
     return recorder.summary
 
 
+def run_header(config: RunConfig, workload: ListWorkload, engine: Engine) -> dict[str, Any]:
+    """What made the run, for `run.json`."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "workload": workload.about,
+        "seed": config.seed,
+        "step_time_source": config.executor,
+        "executor": engine.described,
+        "assumed": list(engine.assumed),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("servetwin", "simpy", "numpy")},
+        },
+        "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
+    }
+
+
 def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
     return RunConfig(
         engine=engine.config,
@@ -159,14 +178,7 @@ class _Recorder:
         else:
             self.writer = self.sink = RunWriter.create(
                 request.out,
-                {
-                    "config": config.model_dump(mode="json"),
-                    "workload": workload.about,
-                    "seed": request.seed,
-                    "versions": {"servetwin": version("servetwin")},
-                    "executor": engine.described,
-                    "assumed": list(engine.assumed),
-                },
+                run_header(config, workload, engine),
                 overwrite=request.overwrite,
                 save_tokens=request.save_tokens,
             )
