@@ -88,7 +88,12 @@ def _page(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _state(run: Run) -> None:
+    if "execute" in run.config:
+        st.info("Recorded plans were executed here without a scheduler: there are steps, but no requests.")
     if run.state == "complete":
+        return
+    if run.reason == "interrupted":
+        st.warning("This run was interrupted: figures cover what it had written.")
         return
     reason = f" Reason: {run.reason}." if run.reason else ""
     st.warning(STATE_NOTES[run.state] + reason)

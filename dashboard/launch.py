@@ -26,6 +26,7 @@ POLL_S = 0.1
 STREAMLIT_OPTIONS = {
     "server.address": HOST,
     "server.headless": "true",
+    "logger.level": "error",
     "server.fileWatcherType": "none",
     "browser.gatherUsageStats": "false",
     "client.toolbarMode": "minimal",

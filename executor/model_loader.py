@@ -193,7 +193,9 @@ def _pretrained_model(
                 output_loading_info=True,
             )
     except (*WEIGHT_ERRORS, *CONFIG_ERRORS) as e:
-        raise ModelLoadError(f"cannot load the weights in {str(folder)!r}: {_one_line(e)}") from e
+        raise ModelLoadError(
+            f"cannot load the weights in {str(folder)!r}: {_one_line(e)} (--load-format dummy needs none)"
+        ) from e
     for problem in ("missing_keys", "mismatched_keys"):
         if info[problem]:
             names = ", ".join(sorted(str(key) for key in info[problem])[:5])

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from servetwin.sim.commands.help_layout import help_formatter
+
 COMMANDS = {
     "demo": "Run a small trained model on a shipped workload: the whole loop in one command.",
     "run": "Serve a workload in simulated time; steps are run for real or take modelled time.",
@@ -26,6 +28,7 @@ def make_app() -> App:
         help="A twin of an LLM serving engine: vLLM V1 scheduling in simulated time, coupled to a real executor.",
         version_flags=["--version"],
         help_format="plaintext",
+        help_formatter=help_formatter(),
     )
     for name, text in COMMANDS.items():
         app.command(f"servetwin.sim.commands.{name}:{name}", name=name, help=text)

@@ -258,7 +258,7 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
     queries, hits = int(steps.prefix_query_tokens.sum()), int(steps.prefix_hit_tokens.sum())
     recomputed = int(requests.recomputed_tokens.sum())
     return {
-        "steps": len(steps),
+        "steps": int((steps.rows > 0).sum()),
         "preemptions": int(requests.preemptions.sum()),
         "evictions": int(steps.evictions.sum()),
         "computed_tokens": computed,

@@ -6,8 +6,12 @@ would find somebody else's.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol
 
 from servetwin.sim.config import ModelConfig
@@ -50,7 +54,8 @@ def load(group: str, name: str) -> Any:
     try:
         if ":" in name:
             module, _, attribute = name.partition(":")
-            return _attribute(import_module(module), attribute, name)
+            with _current_folder_importable():
+                return _attribute(import_module(module), attribute, name)
         for point in entry_points(group=group, name=name):
             return point.load()
     except ModuleNotFoundError as e:
@@ -60,6 +65,17 @@ def load(group: str, name: str) -> Any:
         raise PluginError(f"{name!r} needs the module {e.name!r}, which is not installed{hint}") from e
     known = ", ".join(sorted(p.name for p in entry_points(group=group)))
     raise PluginError(f"{name!r} is not known; allowed: {known or 'nothing'}, or module:attribute")
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    """For somebody's own module beside their data; behind everything installed, and only while it is imported."""
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def _attribute(module: Any, path: str, name: str) -> Any:

@@ -42,6 +42,7 @@ __all__ = [
     "RunFolderError",
     "RunWriteError",
     "RunWriter",
+    "check_room",
     "differences",
     "read_json_lines",
     "read_run",
@@ -167,7 +168,8 @@ class RunWriter:
         write_json(self.path / HEADER, self._header)
 
 
-def _make_room(path: Path, overwrite: bool) -> None:
+def check_room(path: Path, overwrite: bool) -> None:
+    """Raises RunFolderError when a run cannot be written to `path`; changes nothing."""
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is a file; a run needs a folder of its own")
     if not path.exists() or not any(path.iterdir()):
@@ -176,7 +178,12 @@ def _make_room(path: Path, overwrite: bool) -> None:
         raise RunFolderError(f"{path} is not empty; choose another folder, or --overwrite the run in it")
     if _read_header(path)["state"] == "running" and read_run(path).state == "running":
         raise RunFolderError(f"{path} is being written by another run")
-    _remove_run(path)
+
+
+def _make_room(path: Path, overwrite: bool) -> None:
+    check_room(path, overwrite)
+    if (path / HEADER).exists():
+        _remove_run(path)
 
 
 def _remove_run(path: Path) -> None:

@@ -324,7 +324,11 @@ class Scheduler:
     # ------------------------------------------------------------ update
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
-        """Takes in what a step produced: new tokens, and the requests that end with them."""
+        """Takes in what a step produced: new tokens, and the requests that end with them.
+
+        Raises ValueError for a token of a request that still has known tokens to compute: an executor must not
+        sample there.
+        """
         outputs = EngineCoreOutputs()
         for request_id in plan.num_scheduled_tokens:
             request = self.requests.get(request_id)
@@ -332,6 +336,11 @@ class Scheduler:
                 # Aborted while the step ran.
                 continue
             tokens = output.sampled_token_ids[output.req_id_to_index[request_id]]
+            if tokens and request.num_computed_tokens < request.num_tokens:
+                left = request.num_tokens - request.num_computed_tokens
+                raise ValueError(
+                    f"the executor sampled for request {request_id!r}, which has {left} known tokens left to compute"
+                )
             kept = self._append_until_stop(request, tokens)
             if request.finished:
                 outputs.finished.append(request_id)

@@ -12,7 +12,8 @@ import pytest
 from servetwin.sim.cli import run
 from servetwin.sim.runs import read_run, tables_equal
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).resolve().parent.parent
+GOLDEN = ROOT / "tests" / "golden"
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "16"]
 POOL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 CONSTANT = ["--executor", "constant", "--step-time-s", "0.01"]
@@ -133,6 +134,65 @@ def test_what_was_assumed_is_said(
     assert all(text in said for text in assumed)
 
 
+def test_what_is_left_out_is_said(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of no use, refused requests, and think times that an open loop does not act on: on stderr, with reasons."""
+    trace = tmp_path / "trace.csv"
+    useless = "2023-11-16 18:15:46.6805900,0,44\r\n2023-11-16 18:15:47.6805900,10,0\r\n"
+    good = "2023-11-16 18:15:48.6805900,10,4\r\n2023-11-16 18:15:49.6805900,9000,4"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\r\n" + useless + good)
+    assert run(["run", str(trace), *CONSTANT, *SMALL, *POOL]) == 0
+    said = capsys.readouterr().err
+    assert "dropped: 2 of 4 rows of no use (1 " in said
+    assert "refused: 1 of 2 requests; row-000004: prompt of 9000 tokens leaves no room" in said
+    assert run(["run", jsonl(*rows(1, think_time_s=1.0)), *CONSTANT, *SMALL, *POOL]) == 0
+    assert "think_time_s is kept but not acted on" in capsys.readouterr().err
+
+
+def test_the_engine_is_shown_before_it_serves(
+    jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line on stderr: pool, limits, policy, and what is switched off."""
+    flags = ["--no-enable-prefix-caching", "--scheduling-policy", "priority"]
+    assert run(["run", jsonl(*rows(1)), *CONSTANT, *SMALL, *POOL, *flags]) == 0
+    expected = "engine: 60 blocks of 16 tokens, max_model_len 256, 4 seats, 64 tokens per step, priority"
+    assert f"{expected}, no prefix caching" in capsys.readouterr().err
+
+
+def test_a_module_beside_the_data_is_found(
+    jsonl: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """--executor module:attribute looks into the current folder too, and leaves the module path as it was."""
+    import sys
+
+    (tmp_path / "beside.py").write_text("not_callable = 3\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert run(["run", jsonl(*rows(1)), "--executor", "beside:not_callable"]) == 2
+    assert "int cannot be called with ExecutorOptions" in capsys.readouterr().err
+    assert sys.path == before
+    del sys.modules["beside"]
+
+
+@pytest.mark.parametrize("command", ["run", "execute", "decide", "dash", "demo"])
+def test_help_breaks_no_flag(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 80 columns every flag stands whole, so that it can be copied."""
+    import re
+
+    def flags(columns: str) -> set[str]:
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run([command, "--help"]) == 0
+        return set(re.findall(r"--[a-z][a-z-]+[a-z](?![\w-])", capsys.readouterr().out))
+
+    assert flags("80") == flags("200")
+
+
 def test_without_chunked_prefill_the_budget_holds_the_longest_prompt(
     jsonl: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -151,38 +211,48 @@ def test_a_model_folder_gives_its_limits(jsonl: Callable[..., str], tmp_path: Pa
     assert read_run(out).config["engine"]["model"]["max_model_len"] == 512
 
 
-class HalfSecond:
-    """Anyone's own executor: every step takes half a second and answers token 3."""
+def test_an_executor_of_ones_own(
+    jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example: --executor module:attribute is called with ExecutorOptions and then runs the steps."""
+    monkeypatch.chdir(ROOT / "examples")
+    out = tmp_path / "out"
+    flags = ["--executor", "my_executor:PerToken", "--max-num-batched-tokens", "32", "--max-num-seqs", "4"]
+    assert run(["run", jsonl(*rows(1)), *flags, "--save-tokens", "--out", str(out)]) == 0
+    log = read_run(out)
+    assert log.steps.source.unique().tolist() == ["per token"]
+    assert log.tokens.token_id.tolist() == [7] * 12
+    # Two chunks of the 40 prompt tokens, then 11 tokens one by one.
+    assert log.summary["busy_time_s"] == pytest.approx(13 * 0.005 + 51 * 0.00004)
+
+
+class TooEager:
+    """An executor that samples for every row, also for a prompt that is not finished."""
 
     def __init__(self, options: Any) -> None:
-        self.options = options
+        pass
 
     def run(self, plan: Any) -> Any:
         from servetwin.sim.contract import ModelRunnerOutput, StepResult
 
         ids = list(plan.num_scheduled_tokens)
-        tokens = [[3] for _ in ids]
-        output = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, tokens)
-        return StepResult(0, 500_000_000 if ids else 0, output, "half second")
+        output = ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, [[3] for _ in ids])
+        return StepResult(0, 1_000_000, output, "too eager")
 
 
-def test_an_executor_of_ones_own(
-    jsonl: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_executor_must_not_sample_for_an_unfinished_prompt(
+    jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--executor module:attribute is called with ExecutorOptions and then runs the steps."""
+    """Such a token would be taken for an answer: refused, with the request named."""
     import sys
     import types
 
     module = types.ModuleType("my_executors")
-    module.HalfSecond = HalfSecond  # type: ignore[attr-defined]
+    module.TooEager = TooEager  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_executors", module)
-    out = tmp_path / "out"
-    flags = ["--executor", "my_executors:HalfSecond", "--save-tokens", "--out", str(out)]
-    assert run(["run", jsonl(*rows(1)), *flags]) == 0
-    log = read_run(out)
-    assert log.steps.source.unique().tolist() == ["half second"]
-    assert log.tokens.token_id.tolist() == [3] * 12
-    assert log.summary["busy_time_s"] == 6.0
+    flags = ["--executor", "my_executors:TooEager", "--max-num-batched-tokens", "32", "--max-num-seqs", "4"]
+    assert run(["run", jsonl(*rows(1)), *flags]) == 2
+    assert "sampled for request 'q0', which has 8 known tokens left to compute" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- decide
@@ -253,7 +323,9 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--temperature", "1"], "have no effect with --executor constant"),
         ([*CONSTANT, "--save-plans"], "need --out"),
         ([*CONSTANT, "--num-prompts", "7"], "num_prompts 7"),
-        ([*CONSTANT, "--request-rate", "3"], "rate_per_s 3.0"),
+        ([*CONSTANT, "--request-rate", "3"], "--request-rate goes with a preset only"),
+        ([*CONSTANT, "--num-prompts", "0"], "--num-prompts 0 must be 1 or more"),
+        ([], "--executor is missing: torch"),
         ([*CONSTANT, "--metric-defs", "mine"], "mine"),
         ([*CONSTANT, "--scheduling-policy", "lifo"], "lifo"),
         (["--executor", "nonsense"], "'nonsense' is not known; allowed: torch"),

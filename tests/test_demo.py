@@ -51,7 +51,7 @@ def test_the_demo_shows_figures_a_text_and_the_way_on(demo: tuple[Run, str]) -> 
         assert word in printed
     assert "the old house at the end of the lane" in printed or "the ship came into the harbour" in printed
     assert f"run folder   {run.path}" in printed
-    assert f"servetwin dash {run.path}" in printed
+    assert f"dash {run.path}" in printed
 
 
 def test_the_demo_exercises_the_whole_loop(demo: tuple[Run, str]) -> None:

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 
 def dash(
-    *runs: Annotated[Path, Parameter(help="Run folders, as written by run --out.")],
+    *runs: Annotated[Path, Parameter(name="RUN", help="Run folders, as written by run --out.")],
     port: Annotated[int, Parameter(help="Port on the loopback interface.")] = 8501,
 ) -> int:
     """Show runs in the browser: queue and KV occupancy over time, key figures.

@@ -14,7 +14,7 @@ from rich.text import Text
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.running import RunRequest, show
 from servetwin.sim.commands.running import carry_out as run
-from servetwin.sim.commands.show import say
+from servetwin.sim.commands.show import command_name, say
 from servetwin.sim.plugins import load
 from servetwin.sim.runs import HEADER, Run, read_run
 from servetwin.workloads import read_trace
@@ -85,7 +85,7 @@ def _show(run: Run, prompts: dict[str, tuple[int, ...]], tokenizer: Any) -> None
     console = Console()
     console.print(Panel(text, title=title, title_align="left"))
     console.print(f"run folder   {run.path}", soft_wrap=True)
-    console.print(f"dashboard    .venv/bin/servetwin dash {run.path}", soft_wrap=True)
+    console.print(f"dashboard    {command_name()} dash {run.path}", soft_wrap=True)
 
 
 def _most_eventful(run: Run) -> Any:

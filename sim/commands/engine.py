@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.show import say
 from servetwin.sim.config import (
     ASSUMED_MAX_MODEL_LEN,
     ASSUMED_NUM_GPU_BLOCKS,
@@ -86,8 +87,9 @@ def _constant_engine(flags: EngineFlags, step_time_s: float | None, seed: int) -
 
 
 def _executor_engine(flags: EngineFlags, name: str, step_time_s: float | None, seed: int) -> Engine:
-    if step_time_s is not None and name == "torch":
-        raise UsageError("--step-time-s has no effect with --executor torch, which measures its steps")
+    if name == "torch":
+        _check_torch_flags(flags, step_time_s)
+        say(f"loading {flags.model}")
     build = load("servetwin.executors", name)
     if not callable(build):
         raise UsageError(f"--executor {name}: {type(build).__name__} cannot be called with ExecutorOptions")
@@ -112,6 +114,15 @@ def _executor_engine(flags: EngineFlags, name: str, step_time_s: float | None, s
         described=timer.describe() if hasattr(timer, "describe") else {},
         close=getattr(timer, "close", lambda: None),
     )
+
+
+def _check_torch_flags(flags: EngineFlags, step_time_s: float | None) -> None:
+    """What can be refused before torch is imported, which takes its time."""
+    if step_time_s is not None:
+        raise UsageError("--step-time-s has no effect with --executor torch, which measures its steps")
+    if flags.model is None:
+        raise UsageError("--executor torch needs --model: a local Hugging Face folder")
+    read_model_config(flags.model, flags.max_model_len)
 
 
 def _executor_options(flags: EngineFlags, step_time_s: float | None, seed: int) -> ExecutorOptions:

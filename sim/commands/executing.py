@@ -9,9 +9,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.interrupt import StopRequest
-from servetwin.sim.commands.show import print_json, say
+from servetwin.sim.commands.show import print_json
 from servetwin.sim.config import ExecutorOptions
 from servetwin.sim.contract import SchedulerOutput, StepResult, StepTimer, from_json
 from servetwin.sim.plugins import load
@@ -77,7 +79,7 @@ def carry_out(request: ExecuteRequest) -> int:
         print_json(execution.totals())
     else:
         totals = execution.totals()
-        say(
+        Console().print(
             f"{totals['steps']:,} steps, {totals['output_tokens']:,} tokens, "
             f"busy {totals['busy_time_s']:.3f} s: {request.out}"
         )

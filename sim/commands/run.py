@@ -22,13 +22,13 @@ def run(
     /,
     *,
     executor: Annotated[
-        str,
+        str | None,
         Parameter(
             group=RUN,
-            help="Who runs the steps. torch: a real model, measured. constant: every step takes --step-time-s. "
-            "module:attribute: your own, called with ExecutorOptions.",
+            help="Required. torch: a real model, measured. constant: every step takes --step-time-s. "
+            "module:attribute: your own, called with ExecutorOptions (the current folder is searched, too).",
         ),
-    ],
+    ] = None,
     step_time_s: Annotated[
         float | None,
         Parameter(group=RUN, help="Seconds that every step takes; executor constant only, above 0."),
@@ -92,7 +92,13 @@ def run(
     Requests arrive, the scheduler (vLLM 0.22.0 V1, synchronous) decides, the executor runs what it decided, and the
     time that took moves the simulated clock; idle time is skipped. Results go to stdout, progress to stderr.
     """
+    from servetwin.sim.commands.errors import UsageError
     from servetwin.sim.commands.running import RunRequest, carry_out
+
+    if executor is None:
+        raise UsageError(
+            "--executor is missing: torch (with --model), constant (with --step-time-s), or module:attribute"
+        )
 
     return carry_out(
         RunRequest(

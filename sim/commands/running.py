@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -19,17 +20,17 @@ from servetwin.sim.commands.engine import Engine, build_engine
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.interrupt import StopRequest
-from servetwin.sim.commands.show import RunProgress, print_json, results, say
-from servetwin.sim.config import RunConfig
+from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, say
+from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.metrics import summarize
 from servetwin.sim.records import EngineCoreOutputs, Frame
-from servetwin.sim.runs import RunWriter, read_run
+from servetwin.sim.runs import RunWriter, check_room, read_run
 from servetwin.sim.simulation import simulate
 from servetwin.sim.tables import Tables
-from servetwin.workloads import ListWorkload, RequestSpec, open_workload
+from servetwin.workloads import PRESETS, ListWorkload, RequestSpec, open_workload
 from servetwin.workloads.traces.jsonl import to_jsonl
 
 LOG_BLOCKS_BELOW_REQUESTS = 50_000
@@ -64,6 +65,16 @@ class RunRequest:
         """Raises UsageError for what can be seen before anything is built."""
         definitions(self.metric_defs)
         SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise UsageError(f"--num-prompts {self.num_prompts} must be 1 or more")
+        if self.request_rate is not None and self.workload not in PRESETS:
+            raise UsageError("--request-rate goes with a preset only: a trace keeps its own arrivals")
+        if self.request_rate is not None and not 0 < self.request_rate < math.inf:
+            raise UsageError(
+                f"--request-rate {self.request_rate} must be a finite number above 0 (requests/s)"
+            )
+        if self.out is not None:
+            check_room(self.out, self.overwrite)
         if self.out is None and (self.save_tokens or self.save_plans or self.overwrite):
             raise UsageError(
                 "--save-tokens, --save-plans and --overwrite need --out: there is no folder to write to"
@@ -78,8 +89,7 @@ def carry_out(request: RunRequest) -> int:
     workload = open_workload(request.workload, request.num_prompts, request.request_rate, request.seed)
     engine = build_engine(request.engine, request.executor, request.step_time_s, request.seed)
     try:
-        for text in engine.assumed:
-            say(f"assumed: {text}")
+        _announce(workload, engine)
         summary = _serve(request, workload, engine)
     finally:
         engine.close()
@@ -89,8 +99,41 @@ def carry_out(request: RunRequest) -> int:
         show(summary)
         if request.out is not None:
             Console().print(f"run folder   {request.out}", soft_wrap=True)
-            Console().print(f"dashboard    servetwin dash {request.out}", soft_wrap=True)
+            Console().print(f"dashboard    {command_name()} dash {request.out}", soft_wrap=True)
     return 0
+
+
+def _announce(workload: ListWorkload, engine: Engine) -> None:
+    """What is about to run, on stderr: what was left out, assumed, and not acted on."""
+    about = workload.about
+    if dropped := about.get("rows_dropped"):
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        say(f"dropped: {sum(dropped.values())} of {about['rows_read']} rows of no use ({reasons})")
+    if any(r.think_time_s is not None for r in workload.requests):
+        say("note: think_time_s is kept but not acted on: every request is sent at its arrival_s (open loop)")
+    for text in engine.assumed:
+        say(f"assumed: {text}")
+    say(f"engine: {_engine_line(engine.config)}")
+
+
+def _engine_line(config: EngineConfig) -> str:
+    cache, scheduler = config.cache, config.scheduler
+    switches = {
+        "prefix caching": cache.enable_prefix_caching,
+        "chunked prefill": scheduler.enable_chunked_prefill,
+        "full-sequence gate": scheduler.scheduler_reserve_full_isl,
+    }
+    off = [f"no {name}" for name, on in switches.items() if not on]
+    return ", ".join(
+        [
+            f"{cache.num_gpu_blocks:,} blocks of {cache.block_size} tokens",
+            f"max_model_len {config.model.max_model_len:,}",
+            f"{scheduler.max_num_seqs:,} seats",
+            f"{scheduler.token_budget:,} tokens per step",
+            scheduler.policy,
+            *off,
+        ]
+    )
 
 
 def show(summary: dict[str, Any]) -> None:
@@ -161,6 +204,14 @@ def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
     )
 
 
+def _say_refusals(log: Tables) -> None:
+    """Refused requests are in no latency: say how many there were, and why the first was."""
+    refused = log.events[log.events.kind == "refused"]
+    if len(refused):
+        first = refused.iloc[0]
+        say(f"refused: {len(refused)} of {len(log.requests)} requests; {first.request_id}: {first.reason}")
+
+
 class _Recorder:
     """Where the run goes: into its folder, or into memory when there is none."""
 
@@ -210,6 +261,7 @@ class _Recorder:
     def _end(self, reason: str | None) -> None:
         log: Tables = read_run(self.writer.path) if self.writer is not None else self._memory()
         self.summary = summarize(log, self._metric_defs)
+        _say_refusals(log)
         if self.writer is None:
             return
         self.writer.write_summary(self.summary)

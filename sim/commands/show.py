@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -19,6 +20,12 @@ LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "E2E")
 def say(message: str) -> None:
     """One line on stderr."""
     print(message, file=sys.stderr)  # noqa: T201 - stderr is for people
+
+
+def command_name() -> str:
+    """How this program was called, to be typed again."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "servetwin" else "servetwin"
 
 
 def print_json(value: Mapping[str, Any]) -> None:
