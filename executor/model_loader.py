@@ -25,7 +25,7 @@ REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 """They look at the longest position of the whole packed batch, and so leak between requests."""
 
 
-CONFIG_ERRORS = (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError)
+CONFIG_ERRORS = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What transformers raises for a configuration that it cannot use."""
 WEIGHT_ERRORS = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError)
 """What it raises for weight files that are missing or damaged."""
@@ -191,10 +191,12 @@ def _pretrained_model(
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
                 output_loading_info=True,
+                # Reported below, with names.
+                ignore_mismatched_sizes=True,
             )
     except (*WEIGHT_ERRORS, *CONFIG_ERRORS) as e:
         raise ModelLoadError(
-            f"cannot load the weights in {str(folder)!r}: {_one_line(e)} (--load-format dummy needs none)"
+            f"cannot load the model in {str(folder)!r}: {_one_line(e)} (--load-format dummy needs none)"
         ) from e
     for problem in ("missing_keys", "mismatched_keys"):
         if info[problem]:

@@ -84,9 +84,15 @@ class EngineConfig(Config):
                 f"max_num_batched_tokens {s.max_num_batched_tokens} is below max_num_seqs {s.max_num_seqs}: "
                 "every running request needs a token of the budget"
             )
-        if not s.enable_chunked_prefill and s.max_num_batched_tokens < m.max_model_len:
+        if (s.max_num_scheduled_tokens or 0) > s.max_num_batched_tokens:
             raise ValueError(
-                f"max_num_batched_tokens {s.max_num_batched_tokens} is below max_model_len {m.max_model_len}: without "
+                f"max_num_scheduled_tokens {s.max_num_scheduled_tokens} is above max_num_batched_tokens "
+                f"{s.max_num_batched_tokens}, which it may only lower"
+            )
+        if not s.enable_chunked_prefill and s.token_budget < m.max_model_len:
+            name = "max_num_scheduled_tokens" if s.max_num_scheduled_tokens else "max_num_batched_tokens"
+            raise ValueError(
+                f"{name} {s.token_budget} is below max_model_len {m.max_model_len}: without "
                 "chunked prefill a longer prompt could never be scheduled"
             )
         # As in vLLM the reserved block counts here; a request that would need it is refused on arrival.

@@ -53,6 +53,7 @@ class EngineProcess:
         host: HostModel | None = None,
         on_request: Callable[[RequestSpec], None] | None = None,
         on_step: StepObserver | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self.env = env
         self.core = core
@@ -67,6 +68,7 @@ class EngineProcess:
         self._guard = ProgressGuard()
         self._on_request = on_request
         self._on_step = on_step
+        self._vocab_size = vocab_size
 
     @property
     def now(self) -> int:
@@ -135,7 +137,7 @@ class EngineProcess:
             if self._on_request is not None:
                 self._on_request(spec)
             request = self._request(spec, arrival)
-            refusal = self.core.refusal(request)
+            refusal = self.core.refusal(request) or self._token_refusal(spec)
             if refusal is not None:
                 self.log.refused(spec, self.now, refusal)
                 self._arrivals.finished(spec.request_id, self.now)
@@ -147,6 +149,13 @@ class EngineProcess:
             if spec.abort_s is not None:
                 self._abort_count += 1
                 heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, request))
+
+    def _token_refusal(self, spec: RequestSpec) -> str | None:
+        """A model has no embedding for an id outside its vocabulary."""
+        highest = max(spec.prompt_token_ids or (0,))
+        if self._vocab_size is None or highest < self._vocab_size:
+            return None
+        return f"prompt token id {highest} is outside the model's vocabulary (0 to {self._vocab_size - 1})"
 
     def _request(self, spec: RequestSpec, arrival_ns: int) -> Request:
         config = self.core.config

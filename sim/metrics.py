@@ -128,7 +128,7 @@ def summarize(
             "metric_defs": chosen.name,
             "formulas": chosen.formulas() | {name: m.formula for name, m in ENGINE_INTERVALS.items()},
             "percentile_method": "linear",
-            "requests": finish_counts(log.requests),
+            "requests": finish_counts(log),
             "latency": {
                 f"{name}_ms": statistics_ms(d)
                 for name, d in (latencies | engine_intervals(times, log.itl)).items()
@@ -174,10 +174,13 @@ def statistics_ms(d: Distribution) -> dict[str, Any]:
     }
 
 
-def finish_counts(requests: pd.DataFrame) -> dict[str, int]:
-    """Requests by how they ended; `open`: not when the log was closed. The counts add up to all requests."""
-    counts = {str(reason): int(n) for reason, n in requests.finish_reason.value_counts().items()}
-    return dict(sorted(counts.items())) | {"open": int(requests.finish_reason.isna().sum())}
+def finish_counts(log: Tables) -> dict[str, int]:
+    """Requests by how they ended; `open`: arrived and not ended, as far as was written (a killed run has no rows
+    for them). The counts add up to all requests that arrived.
+    """
+    counts = {str(reason): int(n) for reason, n in log.requests.finish_reason.value_counts().items()}
+    arrived = max(int((log.events.kind == "arrived").sum()), len(log.requests))
+    return dict(sorted(counts.items())) | {"open": arrived - sum(counts.values())}
 
 
 def busy_time_s(steps: pd.DataFrame) -> float:

@@ -12,6 +12,7 @@ half a flush. The clock of this machine appears only in fields whose names begin
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -176,6 +177,10 @@ def check_room(path: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise RunFolderError(f"{path} is not empty; choose another folder, or --overwrite the run in it")
+    for link in (path / name for name in SCHEMAS if (path / name).is_symlink()):
+        raise RunFolderError(
+            f"{link} is a symbolic link, not a table of a run: remove it, or choose another folder"
+        )
     if _read_header(path)["state"] == "running" and read_run(path).state == "running":
         raise RunFolderError(f"{path} is being written by another run")
 
@@ -260,10 +265,27 @@ def _read_header(path: Path) -> dict[str, Any]:
     header = _read_json(file)
     if not {"schema_version", "state", "process", "parts"} <= header.keys():
         raise RunFolderError(f"{file} is not the {HEADER} of a run: state, process or parts are missing")
+    if not _is_well_formed(header):
+        raise RunFolderError(f"{file}: damaged: process or parts are not what a run writes")
     if header["schema_version"] != SCHEMA_VERSION:
         found = header["schema_version"]
         raise RunFolderError(f"{file}: schema_version is {found!r}; this version reads {SCHEMA_VERSION}")
     return header
+
+
+def _is_well_formed(header: Mapping[str, Any]) -> bool:
+    """`process` is an object; `parts` lists files of the table's own folder, and of no other place."""
+    parts = header["parts"]
+    return (
+        isinstance(header["process"], dict)
+        and isinstance(parts, dict)
+        and all(
+            table in SCHEMAS
+            and isinstance(names, list)
+            and all(isinstance(n, str) and re.fullmatch(rf"{table}/\d+\.parquet", n) for n in names)
+            for table, names in parts.items()
+        )
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

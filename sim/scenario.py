@@ -27,7 +27,9 @@ class ScenarioError(ValueError):
     """A scenario that cannot be run; the message names the file, the field, the value and what is allowed."""
 
 
-Segment = tuple[Literal["p", "o"], str, NotNegative, NotNegative]
+Name = Annotated[str, Field(pattern=r"^[ -~]+$")]
+"""Printable ASCII: tokens are made from the bytes of names."""
+Segment = tuple[Literal["p", "o"], Name, NotNegative, NotNegative]
 
 
 class ScenarioConfig(Config):
@@ -83,7 +85,7 @@ class StepTime(Config):
 class ScenarioRequest(Config):
     """One request of a scenario; times in steps or ns, as the scenario's time_mode says."""
 
-    id: str
+    id: Name
     prompt_token_ids: tuple[NotNegative, ...] | None = None
     prompt_segments: tuple[Segment, ...] | None = None
     max_tokens: Positive
@@ -96,13 +98,19 @@ class ScenarioRequest(Config):
     min_tokens: NotNegative = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    out_key: str | None = None
+    out_key: Name | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        if self.prompt_token_ids is not None:
+            return len(self.prompt_token_ids)
+        return sum(segment[3] for segment in self.prompt_segments or ())
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if (self.prompt_token_ids is None) == (self.prompt_segments is None):
             raise ValueError("give either prompt_token_ids or prompt_segments")
-        if not (self.prompt_token_ids or self.prompt_segments):
+        if self.num_prompt_tokens == 0:
             raise ValueError("the prompt is empty")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
@@ -137,6 +145,12 @@ class Scenario(Config):
                     raise ValueError(
                         f"request {request.id!r}: {field} does not go with time_mode {self.time_mode}"
                     )
+            # Said before a prompt of any length is made.
+            if request.num_prompt_tokens >= self.config.max_model_len:
+                raise ValueError(
+                    f"request {request.id!r}: prompt of {request.num_prompt_tokens} tokens leaves no room for output: "
+                    f"max_model_len is {self.config.max_model_len}"
+                )
         ids = [r.id for r in self.requests]
         if len(set(ids)) != len(ids):
             raise ValueError(f"request id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")

@@ -29,9 +29,11 @@ def simulate(
     host: HostModel | None = None,
     on_request: Callable[[RequestSpec], None] | None = None,
     on_step: StepObserver | None = None,
+    vocab_size: int | None = None,
 ) -> int:
     """Serves `workload` to its end and closes the log, also when it ends early; returns the end in simulated ns.
 
+    `vocab_size`: refuse requests with a token id outside it (None: any id will do).
     `plan_tokens`: put token ids into the plans (for an executor that needs them, or to save the plans).
     """
     env = simpy.Environment(0)
@@ -46,6 +48,7 @@ def simulate(
         host=host,
         on_request=on_request,
         on_step=on_step,
+        vocab_size=vocab_size,
     )
     try:
         env.run(until=env.process(engine.run()))

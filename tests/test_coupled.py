@@ -161,3 +161,18 @@ def test_execute_refuses_what_is_no_plan(
     said = capsys.readouterr().err
     assert message in said, said
     assert said.count("\n") == 1
+
+
+def test_a_token_outside_the_vocabulary_is_refused_and_the_rest_go_on(model: Path, tmp_path: Path) -> None:
+    """At the door, with the id and the vocabulary named; the run is complete."""
+    rows = [
+        {"request_id": name, "arrival_s": i, "prompt_token_ids": ids, "output_tokens": 2}
+        for i, (name, ids) in enumerate({"a": [1, 2], "b": [5, 5_000], "c": [3]}.items())
+    ]
+    (tmp_path / "w.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    flags = ["--executor", "torch", "--model", str(model), *LIMITS, *POOL, "--out", str(tmp_path / "out")]
+    with torch_threads(1):
+        assert run(["run", str(tmp_path / "w.jsonl"), *flags]) == 0
+    log = read_run(tmp_path / "out")
+    assert log.requests.finish_reason.tolist() == ["length", "refused", "length"]
+    assert "prompt token id 5000 is outside" in log.events[log.events.kind == "refused"].reason.item()

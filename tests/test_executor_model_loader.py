@@ -177,14 +177,14 @@ def test_quantized_weights_are_refused(folder: Path) -> None:
 
 def test_missing_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match="cannot load the weights"):
+    with pytest.raises(ModelLoadError, match="cannot load the model"):
         load_model(folder, device=CPU)
 
 
 def test_truncated_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(ModelLoadError, match="cannot load the weights"):
+    with pytest.raises(ModelLoadError, match="cannot load the model"):
         load_model(folder, device=CPU)
 
 

@@ -59,6 +59,8 @@ def test_an_interrupted_run_is_failed_and_readable(stop: signal.Signals, tmp_pat
     out = tmp_path / "run"
     with long_run(out) as process:
         process.send_signal(stop)
+        # Impatience changes nothing: the folder is being closed.
+        process.send_signal(stop)
         _, said = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130, said
     run = read_run(out)
@@ -80,3 +82,5 @@ def test_a_killed_run_is_partial_and_readable(tmp_path: Path) -> None:
     run = read_run(out)
     assert run.state == "partial"
     assert_readable(run)
+    arrived = (run.events.kind == "arrived").sum()
+    assert run.summary["servetwin"]["requests"]["open"] == arrived - len(run.requests) > 0

@@ -299,3 +299,32 @@ def test_importing_the_log_stays_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"parts": []},
+        {"parts": {"steps": ["../secret.parquet"]}},
+        {"parts": {"steps": [3]}},
+        {"parts": {"nothing": []}},
+        {"process": 5},
+    ],
+)
+def test_a_damaged_header_is_one_clear_error(tmp_path: Path, damage: dict[str, object]) -> None:
+    """Nothing is followed out of the folder, and nothing fails with a bare exception."""
+    RunWriter.create(tmp_path / "run", {"config": {}}).complete()
+    header = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps(header | damage))
+    with pytest.raises(RunFolderError, match=r"run\.json: damaged: process or parts"):
+        read_run(tmp_path / "run")
+
+
+def test_overwriting_stops_at_a_symbolic_link_before_anything_is_removed(tmp_path: Path) -> None:
+    """A table folder that is a link leads somewhere else: refused, and the run is whole afterwards."""
+    RunWriter.create(tmp_path / "run", {"config": {}}).complete()
+    (tmp_path / "run" / "steps").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "steps").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match="steps is a symbolic link"):
+        RunWriter.create(tmp_path / "run", {"config": {}}, overwrite=True)
+    assert read_run(tmp_path / "run").state == "complete"

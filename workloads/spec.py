@@ -10,6 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+MAX_TIME_S = 4e9
+"""More than a century, and less than what 64-bit nanoseconds can count."""
+MAX_TOKENS = 1_000_000_000
+MAX_TOKEN_ID = 2**31 - 1
+MAX_PRIORITY = 2**62
+
 
 class WorkloadError(ValueError):
     """Input that cannot be used; the message names file, row, field, value and what is allowed."""
@@ -59,20 +65,23 @@ class RequestSpec:
             raise WorkloadError(f"request {self.request_id!r}: {name} {getattr(self, name)!r} {problem}")
 
     def _problems(self) -> Iterator[tuple[str, str]]:
-        if not self.arrival_s >= 0 or self.arrival_s == float("inf"):
-            yield "arrival_s", "must be a finite number of seconds, 0 or more"
-        if self.prompt_tokens < 1:
-            yield "prompt_tokens", "must be 1 or more"
-        if self.output_tokens < 1:
-            yield "output_tokens", "must be 1 or more"
+        for name in ("arrival_s", "abort_s", "think_time_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds <= MAX_TIME_S:
+                yield name, f"must be a number of seconds between 0 and {MAX_TIME_S:g}"
+        for name in ("prompt_tokens", "output_tokens"):
+            if not 1 <= getattr(self, name) <= MAX_TOKENS:
+                yield name, f"must be between 1 and {MAX_TOKENS:,}"
+        if abs(self.priority) > MAX_PRIORITY:
+            yield "priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+        for name in ("prompt_token_ids", "output_token_ids", "stop_token_ids"):
+            ids = getattr(self, name)
+            if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
+                yield name, f"must hold ids between 0 and {MAX_TOKEN_ID}"
         if self.prompt_token_ids is not None and len(self.prompt_token_ids) != self.prompt_tokens:
             yield "prompt_tokens", f"differs from the {len(self.prompt_token_ids)} prompt_token_ids"
         if not 0 <= self.min_tokens <= self.output_tokens:
             yield "min_tokens", f"must be between 0 and output_tokens ({self.output_tokens})"
-        if self.abort_s is not None and not 0 <= self.abort_s < float("inf"):
-            yield "abort_s", "must be a finite number of seconds, 0 or more"
-        if self.think_time_s is not None and not 0 <= self.think_time_s < float("inf"):
-            yield "think_time_s", "must be a finite number of seconds, 0 or more"
         yield from self._prefix_problems()
 
     def _prefix_problems(self) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import seconds_to_ns
 
+MIN_STEP_TIME_S, MAX_STEP_TIME_S = 1e-9, 86_400.0
+"""The clock counts whole nanoseconds, and a day is more than any step."""
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
@@ -64,8 +67,10 @@ def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, s
 def _constant_engine(flags: EngineFlags, step_time_s: float | None, seed: int) -> Engine:
     if step_time_s is None:
         raise UsageError("--executor constant needs --step-time-s: the seconds every step takes")
-    if step_time_s <= 0 or seconds_to_ns(step_time_s) < 1:
-        raise UsageError(f"--step-time-s {step_time_s} must be at least 1e-9 seconds: time could stand still")
+    if not MIN_STEP_TIME_S <= step_time_s <= MAX_STEP_TIME_S:
+        raise UsageError(
+            f"--step-time-s {step_time_s} must be between {MIN_STEP_TIME_S:g} and {MAX_STEP_TIME_S:g} seconds"
+        )
     inert = {
         "--dtype": flags.dtype != "auto",
         "--load-format": flags.load_format != "auto",
@@ -91,7 +96,7 @@ def _executor_engine(flags: EngineFlags, name: str, step_time_s: float | None, s
         _check_torch_flags(flags, step_time_s)
         say(f"loading {flags.model}")
     build = load("servetwin.executors", name)
-    if not callable(build):
+    if not _takes_options(build):
         raise UsageError(f"--executor {name}: {type(build).__name__} cannot be called with ExecutorOptions")
     timer = build(_executor_options(flags, step_time_s, seed))
     if not callable(getattr(timer, "run", None)):
@@ -114,6 +119,19 @@ def _executor_engine(flags: EngineFlags, name: str, step_time_s: float | None, s
         described=timer.describe() if hasattr(timer, "describe") else {},
         close=getattr(timer, "close", lambda: None),
     )
+
+
+def _takes_options(build: Any) -> bool:
+    """It can be called with one argument, as far as can be told."""
+    if not callable(build):
+        return False
+    try:
+        inspect.signature(build).bind(object())
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def _check_torch_flags(flags: EngineFlags, step_time_s: float | None) -> None:

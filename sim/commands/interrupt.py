@@ -11,7 +11,7 @@ PATIENCE_S = 8
 
 
 class StopRequest:
-    """While active, the first signal only asks for the end; a second one, or patience running out, forces it.
+    """While active, a signal only asks for the end; further ones change nothing, patience running out forces it.
 
     Use as a context manager in the main thread; call `raise_if_asked` between steps.
     """
@@ -35,10 +35,12 @@ class StopRequest:
     def raise_if_asked(self) -> None:
         """Raises KeyboardInterrupt once the end has been asked for."""
         if self._asked:
+            signal.alarm(0)
             raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        if number == signal.SIGALRM:
             raise KeyboardInterrupt
-        self._asked = True
-        signal.alarm(PATIENCE_S)
+        if not self._asked:
+            self._asked = True
+            signal.alarm(PATIENCE_S)

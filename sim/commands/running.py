@@ -20,7 +20,7 @@ from servetwin.sim.commands.engine import Engine, build_engine
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.interrupt import StopRequest
-from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, say
+from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, results_console, say
 from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
@@ -138,7 +138,7 @@ def _engine_line(config: EngineConfig) -> str:
 
 def show(summary: dict[str, Any]) -> None:
     """The results on stdout."""
-    console = Console()
+    console = results_console()
     for item in results(summary):
         console.print(item)
 
@@ -149,7 +149,7 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
         len(workload) < LOG_BLOCKS_BELOW_REQUESTS if request.log_blocks is None else request.log_blocks
     )
     recorder = _Recorder(request, config, workload, engine)
-    with recorder.ending(), StopRequest() as stop, RunProgress(len(workload)) as progress:
+    with StopRequest() as stop, recorder.ending(), RunProgress(len(workload)) as progress:
         log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=request.save_tokens)
 
         def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
@@ -167,6 +167,7 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
             log_blocks=log_blocks,
             on_request=recorder.request,
             on_step=on_step,
+            vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
         )
         progress.done(end_ns)
     return recorder.summary

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from servetwin.sim.units import ns_to_seconds
@@ -43,14 +43,14 @@ class RunProgress:
     def __init__(self, total: int) -> None:
         self._total = total
         self._steps = 0
+        fixed = Column(no_wrap=True)
         self._progress = Progress(
-            TextColumn("serving"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn(
-                "requests | {task.fields[steps]} steps | simulated {task.fields[simulated_s]:.1f} s | wall"
-            ),
-            TimeElapsedColumn(),
+            TextColumn("serving", table_column=fixed),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} requests", table_column=fixed),
+            TextColumn("{task.fields[steps]} steps", table_column=fixed),
+            TextColumn("{task.fields[simulated_s]:.1f} s simulated in", table_column=fixed),
+            TimeElapsedColumn(table_column=fixed),
             console=Console(stderr=True),
         )
         self._task = self._progress.add_task("", total=total, steps=0, simulated_s=0.0)
@@ -72,6 +72,11 @@ class RunProgress:
     def done(self, now_ns: int) -> None:
         """Everything is served (refused and aborted requests included)."""
         self._progress.update(self._task, completed=self._total, simulated_s=ns_to_seconds(now_ns))
+
+
+def results_console() -> Console:
+    """Tables need 80 columns; a narrower terminal breaks their lines rather than their numbers."""
+    return Console(width=max(Console().width, 80))
 
 
 def results(summary: Mapping[str, Any]) -> list[RenderableType]:
