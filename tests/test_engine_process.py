@@ -23,6 +23,7 @@ from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.engine_process import EngineProcess
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.host_model import LinearHostModel
+from servetwin.sim.metrics import summarize
 from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.records import EngineCoreOutputs, Frame, ScheduleRecord
 from servetwin.sim.runs import differences, tables_equal
@@ -522,3 +523,22 @@ def test_report_69_a_token_is_out_when_its_step_has_ended() -> None:
     timer = ModelledStepTimer(PromptThenDecode(), TokenSource(1000), "two speeds")
     row = serve([spec("r", output=2)], timer=timer).row("r")
     assert (row["first_token_s"], row["last_token_s"]) == (0.1, 0.11)
+
+
+# ---------------------------------------------------------------- what the figures count
+
+
+def test_busy_time_leaves_the_host_out() -> None:
+    """Two steps of 1 s with 2 s of host time around each: busy for 2 s, over after 6 s."""
+    host = LinearHostModel(schedule_base_ns=S, update_base_ns=S)
+    served = serve([spec("r", output=2)], host=host)
+    summary = summarize(served.sink)
+    assert summary["busy_time_s"] == 2.0
+    assert summary["duration"] == 6.0
+
+
+def test_ttft_counts_from_the_arrival_not_from_the_queue() -> None:
+    """It arrives in the middle of a step, is queued at its end, and answered a step later: 1.5 s, not 1 s."""
+    served = serve([spec("first", output=1), spec("second", arrival_s=0.5)])
+    assert served.row("second")["queued_s"] == 1.0
+    assert summarize(served.sink)["servetwin"]["latency"]["ttft_ms"]["max"] == 1500.0

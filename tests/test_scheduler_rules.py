@@ -527,3 +527,12 @@ def test_common_prefix_blocks_are_those_that_every_holder_shares() -> None:
         engine.add("a", shared + some_tokens("a", 5))
         engine.add("b", shared + some_tokens("b", 5))
         assert engine.schedule().plan.num_common_prefix_blocks == [expected]
+
+
+def test_whoever_finds_the_budget_spent_waits_for_tokens() -> None:
+    """The first prompt takes the whole budget: the second is not even looked at, and its reason says so."""
+    engine = Engine(engine_config(max_num_batched_tokens=8))
+    engine.add("first", 8)
+    engine.add("second", 4)
+    record = engine.schedule().record
+    assert (record.head, record.head_reason) == ("second", WaitReason.BUDGET)
