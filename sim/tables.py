@@ -6,6 +6,7 @@ shown or summarised is computed from the frames, so a log in memory and one on d
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -160,12 +161,12 @@ def arrow_schema(schema: Mapping[str, Kind]) -> pa.Schema:
     return pa.schema([(name, _arrow_type(kind)) for name, kind in schema.items()])
 
 
-class Tables:
+class Tables(ABC):
     """The tables of one run as pandas frames, each made when it is first asked for."""
 
+    @abstractmethod
     def parts(self, table: str) -> Sequence[pa.Table]:
         """The complete parts of a table in order of writing; none when nothing was written yet."""
-        raise NotImplementedError
 
     def frame(self, table: str) -> pd.DataFrame:
         """All rows of a table, with the right columns and types also when there are none."""

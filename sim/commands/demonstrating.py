@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.running import RunRequest, show
 from servetwin.sim.commands.running import carry_out as run
 from servetwin.sim.commands.show import command_name, say
@@ -43,9 +43,16 @@ def carry_out(request: DemoRequest) -> int:
     with as_file(files("servetwin.workloads") / "data" / "demo.jsonl") as workload:
         code = run(
             RunRequest(
-                workload=str(workload),
-                executor="torch",
-                engine=EngineFlags(
+                str(workload),
+                RunFlags(
+                    executor="torch",
+                    out=request.out,
+                    overwrite=(request.out / HEADER).is_file(),
+                    save_tokens=True,
+                    seed=request.seed,
+                ),
+                LoadFlags(ignore_eos=False),
+                EngineFlags(
                     model=model,
                     dtype="float32",
                     block_size=8,
@@ -53,13 +60,7 @@ def carry_out(request: DemoRequest) -> int:
                     max_num_seqs=24,
                     max_num_batched_tokens=256,
                 ),
-                out=request.out,
-                overwrite=(request.out / HEADER).is_file(),
-                save_tokens=True,
-                seed=request.seed,
-                ignore_eos=False,
-                temperature=request.temperature,
-                top_p=0.95,
+                SamplingFlags(temperature=request.temperature, top_p=0.95),
                 quiet=True,
             )
         )

@@ -10,9 +10,12 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
+RUN = Group("Run", sort_key=0)
+LOAD = Group("Load", sort_key=1)
 MODEL = Group("Model", sort_key=2)
 CACHE = Group("KV cache", sort_key=3)
 SCHEDULER = Group("Scheduler", sort_key=4)
+SAMPLING = Group("Sampling (executor torch)", sort_key=5)
 
 _SUFFIXES = {
     "": 1,
@@ -44,6 +47,73 @@ def _int(group: Group, text: str, name: str | None = None) -> Parameter:
 
 def _flag(group: Group, text: str) -> Parameter:
     return Parameter(group=group, help=text)
+
+
+def _switch(group: Group, text: str) -> Parameter:
+    """A flag that can only be given, without a `--no-` twin."""
+    return Parameter(group=group, help=text, negative=())
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """How a run is carried out and what it leaves behind."""
+
+    executor: Annotated[
+        str | None,
+        _flag(
+            RUN,
+            "Required. torch: a real model, measured. constant: every step takes --step-time-s. "
+            "module:attribute: your own, called with ExecutorOptions (the current folder is searched, too).",
+        ),
+    ] = None
+    step_time_s: Annotated[
+        float | None, _flag(RUN, "Seconds that every step takes; executor constant only, above 0.")
+    ] = None
+    out: Annotated[Path | None, _flag(RUN, "Folder to write the run to (default: nothing is written).")] = (
+        None
+    )
+    overwrite: Annotated[bool, _switch(RUN, "Replace the run in the folder of --out.")] = False
+    save_tokens: Annotated[bool, _switch(RUN, "Write tokens/: every output token with its time.")] = False
+    save_plans: Annotated[
+        bool, _switch(RUN, "Write plans.jsonl.zst: every plan, for `servetwin execute`.")
+    ] = False
+    log_blocks: Annotated[
+        bool | None, _flag(RUN, "Write blocks/: the life of every KV block (default: below 50,000 requests).")
+    ] = None
+    metric_defs: Annotated[
+        str, _flag(RUN, "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf.")
+    ] = "vllm-bench"
+    json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
+    seed: Annotated[int, _flag(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """Which requests are sent."""
+
+    num_prompts: Annotated[
+        int | None, _int(LOAD, "Only the first N requests (default: all; a preset: 1,000).")
+    ] = None
+    request_rate: Annotated[
+        float | None, _flag(LOAD, "Requests/s of a preset instead of its own; traces keep theirs.")
+    ] = None
+    ignore_eos: Annotated[
+        bool, _flag(LOAD, "Generate exactly output_tokens tokens; a request's own ignore_eos wins.")
+    ] = True
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """How a model's tokens are chosen."""
+
+    temperature: Annotated[float, _flag(SAMPLING, "0 is greedy.")] = 0.0
+    top_k: Annotated[int, _flag(SAMPLING, "Draw from the k most likely tokens; 0 is off.")] = 0
+    top_p: Annotated[
+        float, _flag(SAMPLING, "Draw from the most likely tokens with this probability; 1 is off.")
+    ] = 1.0
 
 
 @Parameter(name="*")

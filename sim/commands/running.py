@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -18,7 +17,7 @@ from rich.console import Console
 
 from servetwin.sim.commands.engine import Engine, build_engine
 from servetwin.sim.commands.errors import UsageError
-from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, results_console, say
 from servetwin.sim.config import EngineConfig, RunConfig
@@ -36,70 +35,69 @@ from servetwin.workloads.traces.jsonl import to_jsonl
 LOG_BLOCKS_BELOW_REQUESTS = 50_000
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunRequest:
     """One command line of `run`, as typed."""
 
     workload: str
-    executor: str
+    flags: RunFlags
+    load: LoadFlags
     engine: EngineFlags
-    step_time_s: float | None = None
-    out: Path | None = None
-    overwrite: bool = False
-    save_tokens: bool = False
-    save_plans: bool = False
-    log_blocks: bool | None = None
-    metric_defs: str = "vllm-bench"
-    json: bool = False
+    sampling: SamplingFlags
     quiet: bool = False
     """Print nothing on stdout: the caller shows the results."""
-    seed: int = 0
-    num_prompts: int | None = None
-    request_rate: float | None = None
-    ignore_eos: bool = True
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
 
     def check(self) -> None:
         """Raises UsageError for what can be seen before anything is built."""
-        definitions(self.metric_defs)
-        SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-        if self.num_prompts is not None and self.num_prompts < 1:
-            raise UsageError(f"--num-prompts {self.num_prompts} must be 1 or more")
-        if self.request_rate is not None and self.workload not in PRESETS:
-            raise UsageError("--request-rate goes with a preset only: a trace keeps its own arrivals")
-        if self.request_rate is not None and not 0 < self.request_rate < math.inf:
+        flags = self.flags
+        if flags.executor is None:
             raise UsageError(
-                f"--request-rate {self.request_rate} must be a finite number above 0 (requests/s)"
+                "--executor is missing: torch (with --model), constant (with --step-time-s), or module:attribute"
             )
-        if self.out is not None:
-            check_room(self.out, self.overwrite)
-        if self.out is None and (self.save_tokens or self.save_plans or self.overwrite):
+        definitions(flags.metric_defs)
+        self._check_load()
+        self._check_sampling()
+        if flags.out is not None:
+            check_room(flags.out, flags.overwrite)
+        elif flags.save_tokens or flags.save_plans or flags.overwrite:
             raise UsageError(
                 "--save-tokens, --save-plans and --overwrite need --out: there is no folder to write to"
             )
-        if self.executor == "constant" and (self.temperature, self.top_k, self.top_p) != (0.0, 0, 1.0):
+
+    def _check_load(self) -> None:
+        num_prompts, rate = self.load.num_prompts, self.load.request_rate
+        if num_prompts is not None and num_prompts < 1:
+            raise UsageError(f"--num-prompts {num_prompts} must be 1 or more")
+        if rate is not None and self.workload not in PRESETS:
+            raise UsageError("--request-rate goes with a preset only: a trace keeps its own arrivals")
+        if rate is not None and not 0 < rate < math.inf:
+            raise UsageError(f"--request-rate {rate} must be a finite number above 0 (requests/s)")
+
+    def _check_sampling(self) -> None:
+        sampling = self.sampling
+        SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+        if self.flags.executor == "constant" and sampling != SamplingFlags():
             raise UsageError("--temperature, --top-k and --top-p have no effect with --executor constant")
 
 
 def carry_out(request: RunRequest) -> int:
     """Runs it and returns the exit code."""
     request.check()
-    workload = open_workload(request.workload, request.num_prompts, request.request_rate, request.seed)
-    engine = build_engine(request.engine, request.executor, request.step_time_s, request.seed)
+    flags, load = request.flags, request.load
+    workload = open_workload(request.workload, load.num_prompts, load.request_rate, flags.seed)
+    engine = build_engine(request.engine, str(flags.executor), flags.step_time_s, flags.seed)
     try:
         _announce(workload, engine)
         summary = _serve(request, workload, engine)
     finally:
         engine.close()
-    if request.json:
+    if flags.json:
         print_json(summary)
     elif not request.quiet:
         show(summary)
-        if request.out is not None:
-            Console().print(f"run folder   {request.out}", soft_wrap=True)
-            Console().print(f"dashboard    {command_name()} dash {request.out}", soft_wrap=True)
+        if flags.out is not None:
+            Console().print(f"run folder   {flags.out}", soft_wrap=True)
+            Console().print(f"dashboard    {command_name()} dash {flags.out}", soft_wrap=True)
     return 0
 
 
@@ -144,13 +142,11 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[str, Any]:
-    config = _run_config(request, engine)
-    log_blocks = (
-        len(workload) < LOG_BLOCKS_BELOW_REQUESTS if request.log_blocks is None else request.log_blocks
-    )
+    flags, config = request.flags, _run_config(request, engine)
+    log_blocks = len(workload) < LOG_BLOCKS_BELOW_REQUESTS if flags.log_blocks is None else flags.log_blocks
     recorder = _Recorder(request, config, workload, engine)
     with StopRequest() as stop, recorder.ending(), RunProgress(len(workload)) as progress:
-        log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=request.save_tokens)
+        log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=flags.save_tokens)
 
         def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
             progress.step(len(outputs.finished), frame.start_ns)
@@ -163,7 +159,7 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
             engine.timer,
             log,
             tokens=engine.tokens,
-            plan_tokens=engine.runs_a_model or request.save_plans,
+            plan_tokens=engine.runs_a_model or flags.save_plans,
             log_blocks=log_blocks,
             on_request=recorder.request,
             on_step=on_step,
@@ -191,16 +187,17 @@ def run_header(config: RunConfig, workload: ListWorkload, engine: Engine) -> dic
 
 
 def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
+    flags, load, sampling = request.flags, request.load, request.sampling
     return RunConfig(
         engine=engine.config,
-        executor=request.executor,
-        seed=request.seed,
-        ignore_eos=request.ignore_eos,
-        step_time_s=request.step_time_s,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        num_prompts=request.num_prompts,
+        executor=str(flags.executor),
+        seed=flags.seed,
+        ignore_eos=load.ignore_eos,
+        step_time_s=flags.step_time_s,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        num_prompts=load.num_prompts,
         assumed=engine.assumed,
     )
 
@@ -219,20 +216,21 @@ class _Recorder:
     def __init__(
         self, request: RunRequest, config: RunConfig, workload: ListWorkload, engine: Engine
     ) -> None:
-        self._metric_defs = request.metric_defs
-        self._save_plans = request.save_plans
+        flags = request.flags
+        self._metric_defs = flags.metric_defs
+        self._save_plans = flags.save_plans
         self._fingerprint = hashlib.sha256()
         self.summary: dict[str, Any] = {}
         self.writer: RunWriter | None = None
         self.sink: RunWriter | MemorySink
-        if request.out is None:
+        if flags.out is None:
             self.sink = MemorySink()
         else:
             self.writer = self.sink = RunWriter.create(
-                request.out,
+                flags.out,
                 run_header(config, workload, engine),
-                overwrite=request.overwrite,
-                save_tokens=request.save_tokens,
+                overwrite=flags.overwrite,
+                save_tokens=flags.save_tokens,
             )
 
     def request(self, spec: RequestSpec) -> None:
