@@ -317,7 +317,7 @@ def test_cpu_equals_reference_on_any_batch(
 def test_rows_do_not_depend_on_their_batch(
     requests: tuple[tuple[int, int], ...], data: st.DataObject
 ) -> None:
-    """A request attends the same alone as in a batch."""
+    """A request attends the same alone as in a batch, to rounding: groups of decode rows are padded."""
     batch = make_batch(requests)
     row = data.draw(st.integers(0, len(requests) - 1))
     start, end = batch.query_start_loc[row : row + 2].tolist()
@@ -325,4 +325,4 @@ def test_rows_do_not_depend_on_their_batch(
     batch.query = batch.query[start:end]
     batch.block_table, batch.seq_lens = batch.block_table[row : row + 1], batch.seq_lens[row : row + 1]
     batch.query_start_loc = torch.tensor([0, end - start], dtype=torch.int32)
-    assert torch.equal(batch.attend("cpu"), together)
+    torch.testing.assert_close(batch.attend("cpu"), together, rtol=1e-5, atol=1e-6)

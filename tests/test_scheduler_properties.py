@@ -55,14 +55,14 @@ def configs(draw: st.DrawFn) -> EngineConfig:
     max_model_len = min(usable_blocks * block_size, 40)
     chunked = draw(st.sampled_from([True, True, False]))
     seats = draw(st.integers(2, 6))
-    least = seats if chunked else max(seats, max_model_len)
+    budget = (seats if chunked else max(seats, max_model_len)) + draw(st.sampled_from([0, 3, 10, 60]))
     return engine_config(
         block_size=block_size,
         usable_blocks=usable_blocks,
         max_model_len=max_model_len,
         max_num_seqs=seats,
-        max_num_batched_tokens=least + draw(st.sampled_from([0, 3, 10, 60])),
-        max_num_scheduled_tokens=draw(st.sampled_from([None, None, 4])) if chunked else None,
+        max_num_batched_tokens=budget,
+        max_num_scheduled_tokens=draw(st.sampled_from([None, None, min(4, budget)])) if chunked else None,
         caching=draw(st.sampled_from([True, True, True, False])),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 5])),
