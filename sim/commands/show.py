@@ -25,7 +25,10 @@ def say(message: str) -> None:
 def command_name() -> str:
     """How this program was called, to be typed again."""
     called = Path(sys.argv[0])
-    return str(called) if called.name == "servetwin" else "servetwin"
+    if called.name != "servetwin":
+        return "servetwin"
+    here = Path.cwd()
+    return str(called.relative_to(here) if called.is_relative_to(here) else called)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
