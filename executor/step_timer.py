@@ -77,7 +77,6 @@ class TorchStepTimer:
             "num_parameters": loaded.num_parameters,
             "kv_bytes_per_token": spec.bytes_per_token,
             "kv_cache_bytes": num_slots * spec.bytes_per_token,
-            "extra_eos_token_ids": list(loaded.eos_token_ids[1:]),
         }
         if loaded.sliding_window is not None:
             described["note"] = (
@@ -146,6 +145,7 @@ def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_id=loaded.eos_token_ids[0] if loaded.eos_token_ids else None,
+        extra_eos_token_ids=loaded.eos_token_ids[1:],
     )
     executor = TorchStepTimer(runner, model_config, num_blocks)
     executor.warm_up(options.max_num_batched_tokens, options.max_num_seqs)

@@ -31,6 +31,8 @@ class ModelConfig(Config):
     """Longest prompt + output in tokens."""
     vocab_size: Positive = 32_000
     eos_token_id: int | None = None
+    extra_eos_token_ids: tuple[int, ...] = ()
+    """Further end-of-sequence tokens: they become stop tokens of every request that does not ignore EOS."""
 
 
 class CacheConfig(Config):

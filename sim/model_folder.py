@@ -30,11 +30,13 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ModelFolderError(f"{folder / 'config.json'}: vocab_size is missing or no positive number")
     eos = text.get("eos_token_id")
+    eos_ids = [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     return ModelConfig(
         name=folder.resolve().name,
         max_model_len=max_model_len or limit,
         vocab_size=vocab_size,
-        eos_token_id=eos[0] if isinstance(eos, list) and eos else eos if isinstance(eos, int) else None,
+        eos_token_id=eos_ids[0] if eos_ids else None,
+        extra_eos_token_ids=tuple(eos_ids[1:]),
     )
 
 

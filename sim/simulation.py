@@ -64,6 +64,8 @@ def sampling_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:
     """
 
     def sampling(spec: RequestSpec) -> SamplingParams:
+        ignore_eos = config.ignore_eos if spec.ignore_eos is None else spec.ignore_eos
+        extra = () if ignore_eos else config.engine.model.extra_eos_token_ids
         return SamplingParams(
             temperature=config.temperature,
             top_k=config.top_k,
@@ -71,8 +73,8 @@ def sampling_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:
             seed=crc32(f"sampling|{config.seed}|{spec.request_id}".encode()),
             max_tokens=spec.output_tokens,
             min_tokens=spec.min_tokens,
-            stop_token_ids=list(spec.stop_token_ids),
-            ignore_eos=config.ignore_eos if spec.ignore_eos is None else spec.ignore_eos,
+            stop_token_ids=[*spec.stop_token_ids, *extra],
+            ignore_eos=ignore_eos,
         )
 
     return sampling
