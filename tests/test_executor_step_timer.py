@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from servetwin.executor import kv_cache
-from servetwin.executor.replay import execute_plans
 from servetwin.executor.step_timer import TorchStepTimer, build_torch_executor
 from servetwin.executor.testing import PlanWriter, tiny_model, torch_threads
 from servetwin.sim.config import ExecutorOptions
@@ -79,10 +78,12 @@ def test_an_empty_plan_takes_no_time(folder: Path) -> None:
 def test_recorded_plans_run_without_a_scheduler_and_give_the_same_tokens(folder: Path) -> None:
     """Also after a trip through JSON."""
     written = [from_json(to_json(plan)) for plan in some_plans()]
-    tokens = [
-        [result.output.sampled_token_ids for _, result in execute_plans(plans, build(folder))]
-        for plans in (some_plans(), written)
-    ]
+
+    def tokens_of(plans: list[SchedulerOutput]) -> list[list[list[int]]]:
+        executor = build(folder)
+        return [executor.run(plan).output.sampled_token_ids for plan in plans]
+
+    tokens = [tokens_of(plans) for plans in (some_plans(), written)]
     assert tokens[0] == tokens[1]
     assert [len(row) for step in tokens[0] for row in step] == [0, 1, 1, 1, 1, 1]
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -141,15 +141,3 @@ class ListWorkload:
 
     def __len__(self) -> int:
         return len(self.requests)
-
-
-def check_unique_ids(requests: Iterable[RequestSpec]) -> None:
-    """Raises WorkloadError when two requests carry the same id."""
-    seen: dict[str, int | None] = {}
-    for r in requests:
-        if r.request_id in seen:
-            raise WorkloadError(
-                f"row {r.source_row}: request_id {r.request_id!r} was used before "
-                f"(row {seen[r.request_id]}); ids must be unique"
-            )
-        seen[r.request_id] = r.source_row
