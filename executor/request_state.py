@@ -128,7 +128,8 @@ class RequestStates:
 
     def _add_new(self, new: NewRequestData) -> None:
         if new.req_id in self.known:
-            raise PlanError(f"request {new.req_id!r} is announced as new, but is known already")
+            self._readmit(new)
+            return
         if new.prompt_token_ids is None:
             raise PlanError(f"request {new.req_id!r} has no prompt_token_ids: the executor needs the tokens")
         seed = new.sampling_params.seed
@@ -137,6 +138,16 @@ class RequestStates:
         self.known[new.req_id] = state
         row = self._add_row(state)
         self._set_tokens(row, new.prompt_token_ids)
+        self.block_table.replace(row, new.block_ids[0])
+        self.num_computed_tokens[row] = new.num_computed_tokens
+        self._admitted.append(new.req_id)
+
+    def _readmit(self, new: NewRequestData) -> None:
+        """A resumed request, reported as a new one with all its tokens (V2 model runner)."""
+        if new.prefill_token_ids is None or new.req_id in self.row_of:
+            raise PlanError(f"request {new.req_id!r} is announced as new, but is known already")
+        row = self._add_row(self.known[new.req_id])
+        self._set_tokens(row, new.prefill_token_ids)
         self.block_table.replace(row, new.block_ids[0])
         self.num_computed_tokens[row] = new.num_computed_tokens
         self._admitted.append(new.req_id)

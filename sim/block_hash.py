@@ -35,44 +35,65 @@ class Prompt(Protocol):
         ...
 
 
+TOKEN_BYTES = 8
+"""Of one token in a content."""
+
+
 def token_content(token_ids: Sequence[int]) -> bytes:
-    """The identity of a run of explicit tokens: 8 bytes each, so that runs join without a seam."""
+    """The identity of a run of explicit tokens: as many bytes for each, so that runs join without a seam."""
     return array("Q", token_ids).tobytes()
+
+
+def _salted_root(cache_salt: str) -> bytes:
+    """Where the chains of all requests with this salt begin. The kind is part of it: no other kind of key can meet it."""
+    return blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
 
 
 class BlockHashes:
     """The block hashes of one request, made on demand as its blocks fill up."""
 
-    __slots__ = ("_block_size", "_hashes", "_output", "_private", "_prompt", "_request_id")
+    __slots__ = ("_hashes", "_output", "_parent", "_private", "_prompt", "_request_id", "block_size")
 
-    def __init__(self, request_id: str, prompt: Prompt, output_token_ids: list[int], block_size: int) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        output_token_ids: list[int],
+        block_size: int,
+        cache_salt: str | None = None,
+    ) -> None:
         self._request_id = request_id
         self._prompt = prompt
         self._output = output_token_ids
-        self._block_size = block_size
+        self.block_size = block_size
         self._hashes: list[BlockHash] = []
         self._private = False
+        # Requests with different salts share nothing: their chains begin differently.
+        self._parent = _NO_PARENT if cache_salt is None else _salted_root(cache_salt)
+
+    def prepare(self, num_blocks: int) -> None:
+        """Makes the hashes of the first `num_blocks` blocks, up to the first private one."""
+        hashes, size = self._hashes, self.block_size
+        for start in range(len(hashes) * size, num_blocks * size, size):
+            content = self._content(start)
+            if content is None:
+                self._private = True
+                return
+            self._parent = blake2b(self._parent + content, digest_size=_DIGEST_BYTES).digest()
+            hashes.append(self._parent)
 
     def upto(self, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks, all of which must be full of known tokens."""
-        while len(self._hashes) < num_blocks:
-            self._hashes.append(self._next())
-        return self._hashes
+        hashes = self._hashes
+        if len(hashes) < num_blocks and not self._private:
+            self.prepare(num_blocks)
+        # Everything after private content is private as well: its chain contains that.
+        while len(hashes) < num_blocks:
+            hashes.append((self._request_id, len(hashes)))
+        return hashes
 
-    def _next(self) -> BlockHash:
-        index = len(self._hashes)
-        content = None if self._private else self._content(index)
-        if content is None:
-            # Everything after private content is private as well: the chain contains it.
-            self._private = True
-            return (self._request_id, index)
-        parent = self._hashes[-1] if index else _NO_PARENT
-        assert isinstance(parent, bytes)
-        return blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
-
-    def _content(self, index: int) -> bytes | None:
-        start, stop = index * self._block_size, (index + 1) * self._block_size
-        in_prompt = self._prompt.num_tokens
+    def _content(self, start: int) -> bytes | None:
+        stop, in_prompt = start + self.block_size, self._prompt.num_tokens
         if stop <= in_prompt:
             return self._prompt.content(start, stop)
         outputs = token_content(self._output[max(start - in_prompt, 0) : stop - in_prompt])

@@ -112,6 +112,31 @@ class BlockPool:
                     BlockChange(block, "release", request_id, references=self._references[block])
                 )
 
+    def release_in_front(self, blocks: Iterable[int], request_id: str) -> None:
+        """As `release`, but those with no reference left are the next to be taken, in this order."""
+        freed = [b for b in blocks if self._references[b] == 1]
+        if not self._stale.keys().isdisjoint(freed):
+            # A stale entry must not lie behind the valid one.
+            self._queue, self._head, self._stale = self.free_queue(), 0, {}
+        self.release(freed, request_id)
+        del self._queue[len(self._queue) - len(freed) :]
+        self._queue[self._head : self._head] = freed
+
+    def forget(self, block: int) -> None:
+        """Takes the content of one block in use out of the prefix cache."""
+        self._drop_content(block)
+        if self.journal is not None:
+            self.journal.append(BlockChange(block, "forget", references=self._references[block]))
+
+    def forget_all(self) -> None:
+        """Takes the content of every free block out of the prefix cache; the order of the queue stays."""
+        for block in self.free_queue():
+            if self._hash_of[block] is not None:
+                self._drop_content(block)
+                if self.journal is not None:
+                    self.journal.append(BlockChange(block, "forget"))
+        self.num_cached_free = 0
+
     def insert(self, block: int, block_hash: BlockHash) -> None:
         """Makes the content of a block in use findable, beside older blocks with the same content."""
         self._hash_of[block] = block_hash
@@ -151,18 +176,23 @@ class BlockPool:
                 self._stale[block] = left - 1
 
     def _evict(self, block: int) -> None:
+        block_hash = self._drop_content(block)
+        self.num_cached_free -= 1
+        self.num_evictions += 1
+        if self.journal is not None:
+            self.journal.append(BlockChange(block, "evict", prefix_id=_text(block_hash)))
+
+    def _drop_content(self, block: int) -> BlockHash:
+        """Nothing finds this block any more; an equal one beside it is found from now on."""
         block_hash = self._hash_of[block]
         assert block_hash is not None
         self._hash_of[block] = None
-        self.num_cached_free -= 1
-        self.num_evictions += 1
         holders = self._blocks_of[block_hash]
         if isinstance(holders, dict) and len(holders) > 1:
             del holders[block]
         else:
             del self._blocks_of[block_hash]
-        if self.journal is not None:
-            self.journal.append(BlockChange(block, "evict", prefix_id=_text(block_hash)))
+        return block_hash
 
     # ------------------------------------------------------------ the books
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "run": "Serve a workload in simulated time; steps are run for real or take modelled time.",
     "decide": "Print the scheduler's decisions for a scenario, one JSON line per step.",
     "execute": "Run recorded plans on the executor, without any scheduler.",
+    "explain": "Tell the life of one request of a run: what happened when, and why it waited.",
     "dash": "Look at runs in the browser.",
 }
 

@@ -10,6 +10,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from servetwin.sim.rules import Rules
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -62,13 +64,45 @@ class SchedulerConfig(Config):
     long_prefill_token_threshold: NotNegative = 0
     """Longest piece of a prompt taken in one step, in tokens; 0 is off."""
     policy: str = "fcfs"
+    """A built-in name, or module:Class."""
     scheduler_reserve_full_isl: bool = True
     """Admit a request only when its whole known sequence fits (the full-sequence gate)."""
-    async_scheduling: Literal[False] = False
+    async_scheduling: bool = False
+    """Schedule a step before the output of the previous one is known (two steps in flight)."""
+    use_v2_model_runner: bool = False
+    """Report resumed requests as new ones with all their tokens, as vLLM does for its second model runner."""
 
     @property
     def token_budget(self) -> int:
         return self.max_num_scheduled_tokens or self.max_num_batched_tokens
+
+
+class SpeculativeConfig(Config):
+    """Speculative decoding, named as in vLLM: a drafter guesses tokens that the next step verifies."""
+
+    method: Literal["ngram", "eagle", "draft_model"]
+    """Who drafts: a look-up in the request's own tokens, a draft head on the model, or a small model."""
+    num_speculative_tokens: Positive
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """KV slots to keep free for the drafter behind a running request's tokens (an n-gram look-up has no KV)."""
+        return 0 if self.method == "ngram" else self.num_speculative_tokens
+
+    @property
+    def drops_last_hit(self) -> bool:
+        """A draft head needs the hidden state before its first token: the last block of a prefix hit is computed."""
+        return self.method == "eagle"
+
+    @property
+    def extra_slots_per_seq(self) -> int:
+        """Tokens of the model's batch that the drafter takes up for every request (`max_num_new_slots_for_drafting`)."""
+        return 1 if self.method == "draft_model" else 0
+
+    @property
+    def forbids_async_scheduling(self) -> bool:
+        """This drafter needs the tokens themselves, which asynchronous scheduling leaves in the worker."""
+        return self.method == "ngram"
 
 
 class EngineConfig(Config):
@@ -77,6 +111,12 @@ class EngineConfig(Config):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculative: SpeculativeConfig | None = None
+    rules: Rules = Rules()
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        return self.speculative.num_lookahead_tokens if self.speculative else 0
 
     @model_validator(mode="after")
     def _can_run(self) -> Self:
@@ -97,14 +137,29 @@ class EngineConfig(Config):
                 f"{name} {s.token_budget} is below max_model_len {m.max_model_len}: without "
                 "chunked prefill a longer prompt could never be scheduled"
             )
-        # As in vLLM the reserved block counts here; a request that would need it is refused on arrival.
-        fits = self.cache.num_gpu_blocks * self.cache.block_size
-        if fits < m.max_model_len:
-            raise ValueError(
-                f"num_gpu_blocks {self.cache.num_gpu_blocks} of block_size {self.cache.block_size} hold {fits} "
-                f"tokens, below max_model_len {m.max_model_len}: raise the number of blocks or lower max_model_len"
-            )
+        self._check_pool()
+        self._check_drafting()
         return self
+
+    def _check_pool(self) -> None:
+        """As in vLLM the reserved block counts as room (unless corrected); a request that needs it is refused later."""
+        corrected = self.rules.null_block_is_no_room
+        blocks = self.cache.usable_blocks if corrected else self.cache.num_gpu_blocks
+        fits = blocks * self.cache.block_size
+        if fits < self.model.max_model_len:
+            without = " (one of which serves nobody: null_block_is_no_room)" if corrected else ""
+            raise ValueError(
+                f"num_gpu_blocks {self.cache.num_gpu_blocks}{without} of block_size {self.cache.block_size} hold {fits} "
+                f"tokens, below max_model_len {self.model.max_model_len}: raise the number of blocks or lower "
+                "max_model_len"
+            )
+
+    def _check_drafting(self) -> None:
+        if self.speculative and self.speculative.forbids_async_scheduling and self.scheduler.async_scheduling:
+            raise ValueError(
+                f"async_scheduling does not go with speculative method {self.speculative.method!r}, which drafts "
+                "from tokens that the scheduler does not have yet"
+            )
 
 
 class ExecutorOptions(Config):
@@ -139,5 +194,9 @@ class RunConfig(Config):
     top_k: int = 0
     top_p: float = 1.0
     num_prompts: Positive | None = None
+    draft_acceptance_rate: float | None = None
+    """Probability that a draft is right, where no model verifies drafts."""
+    reset_prefix_cache_at: tuple[float, ...] = ()
+    """Simulated seconds."""
     assumed: tuple[str, ...] = ()
     """Settings that nobody gave and no model implied, in words."""

@@ -78,6 +78,10 @@ class NewRequestData:
     """Tokens whose K/V is already in the cache (prefix hits)."""
     num_prompt_tokens: int
     """Ours: vLLM reads it off prompt_token_ids, which may be None here."""
+    num_output_tokens: int = 0
+    """Ours: outputs known already; above 0 only for a request resumed under the V2 model runner."""
+    prefill_token_ids: list[int] | None = None
+    """V2 model runner: every known token, prompt and outputs."""
 
 
 @dataclass(slots=True)
@@ -107,6 +111,7 @@ class SchedulerOutput:
     """Tokens to compute per request; insertion order = running order, then admission order."""
     total_num_scheduled_tokens: int
     scheduled_spec_decode_tokens: dict[str, list[int]]
+    """Drafts to verify in this step; -1 where only the worker knows them (asynchronous scheduling)."""
     num_common_prefix_blocks: list[int]
     """Leading blocks shared by every running request, one number per KV-cache group."""
     finished_req_ids: set[str]
@@ -127,6 +132,14 @@ class ModelRunnerOutput:
 
 
 @dataclass(slots=True)
+class DraftTokenIds:
+    """What a drafter proposes for the next step, after the outputs of this one."""
+
+    req_ids: list[str]
+    draft_token_ids: list[list[int]]
+
+
+@dataclass(slots=True)
 class StepResult:
     """A step's output and how long it took, in integer nanoseconds."""
 
@@ -139,6 +152,8 @@ class StepResult:
     """Where the duration comes from: "measured", "constant", ..."""
     graph_tokens: int | None = None
     """Padded number of tokens where a captured graph ran, else None."""
+    draft_token_ids: DraftTokenIds | None = None
+    """Speculative decoding with synchronous scheduling: drafts for the next step."""
     parts: dict[str, int] = field(default_factory=dict)
     """Split of device_ns where known, e.g. {"forward_ns": ..., "sample_ns": ...}."""
 

@@ -1,20 +1,23 @@
 """`servetwin decide`: a scenario through the scheduler, one JSON-ready line per engine iteration.
 
-The loop is the reference loop of the recorded decisions: arrivals, aborts, schedule, (clock), aborts, update.
+The loop is the reference loop of the recorded decisions: arrivals, aborts, schedule, (clock), aborts, update; with
+asynchronous scheduling the update is that of the step before.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from servetwin.sim.contract import ModelRunnerOutput, SamplingParams, SchedulerOutput
+from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput, SamplingParams, SchedulerOutput
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.progress_guard import ProgressGuard
-from servetwin.sim.records import ScheduleRecord
+from servetwin.sim.records import Frame, ScheduleRecord
 from servetwin.sim.request import Request
 from servetwin.sim.scenario import Scenario, ScenarioError, ScenarioRequest, list_crc
+from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
 from servetwin.sim.token_source import TokenPrompt
 
 Line = dict[str, Any]
@@ -39,6 +42,9 @@ class ScenarioLoop:
         self.step = 0
         self.clock_ns = 0
         self.out_keys = {r.id: r.out_key or r.id for r in scenario.requests}
+        self._model = ScenarioWorker(scenario, self.out_keys)
+        self._results: deque[ModelRunnerOutput] = deque()
+        self._frame_steps: deque[int] = deque()
         self.arrivals = sorted(scenario.requests, key=self._arrival)
         self.aborts = sorted(
             (r for r in scenario.requests if self._abort(r) is not None), key=self._abort_key
@@ -51,9 +57,7 @@ class ScenarioLoop:
         idle = 0
         while self._move_on():
             line = self._iteration()
-            quiet = not (
-                line["total_tokens"] or line["arrived"] or line["freed_ids"] or line["finished_req_ids"]
-            )
+            quiet = not any(line.get(f) for f in ("total_tokens", "arrived", "freed_ids", "finished_req_ids"))
             idle = idle + 1 if quiet else 0
             if idle > _STALLED_AFTER:
                 waiting = sorted(self.core.scheduler.requests)
@@ -83,7 +87,7 @@ class ScenarioLoop:
 
     def _move_on(self) -> bool:
         """Jumps to the next arrival when there is nothing to do; False at the end."""
-        if not self.core.has_work():
+        if not self.core.has_work() and not self.core.in_flight:
             if not self.arrivals:
                 return False
             arrival = self._arrival(self.arrivals[0])
@@ -102,25 +106,49 @@ class ScenarioLoop:
         line["arrived"] = self._arrive()
         line["aborted_before"] = self._abort_due("before")
         frame = self.core.begin(self.now)
-        assert frame is not None, "_move_on found work, and an abort leaves an id to report"
+        if frame is not None:
+            line |= self._submit(frame)
+        if frame is not None and frame.plan.num_scheduled_tokens and self.core.has_room:
+            line["updated_step"] = None
+        else:
+            line |= self._update()
+        self.step += 1
+        return line
+
+    def _submit(self, frame: Frame) -> Line:
+        """The step is planned and handed to the model, which runs it at once (its results wait their turn)."""
         plan = frame.plan
-        line |= _plan_fields(plan, frame.record)
-        line["after_schedule"] = self._state()
+        self._frame_steps.append(self.step)
+        self._results.append(self._model.run(plan))
+        line = _plan_fields(plan, frame.record) | {"after_schedule": self._state()}
         if self.scenario.step_time is not None and self.by_clock:
             self.clock_ns += self.scenario.step_time.duration_ns(
                 plan.total_num_scheduled_tokens, len(plan.num_scheduled_tokens)
             )
-        line["aborted_during"] = self._abort_due("during")
-        outputs = self.core.complete(frame, self._run(plan))
+        return line
+
+    def _update(self) -> Line:
+        """The oldest step in flight brings its tokens."""
+        line: Line = {"aborted_during": self._abort_due("during")}
+        frame = self.core.in_flight[0]
+        outputs = self.core.complete(frame, self._results.popleft())
         self._guard.step(frame, outputs, self.core.scheduler.requests.values())
-        line["updated_step"] = self.step
+        if frame.plan.num_scheduled_tokens and not self.core.config.scheduler.async_scheduling:
+            self.core.update_draft_tokens(self._drafts(frame.plan))
+        line["updated_step"] = self._frame_steps.popleft()
         line["outputs"] = [
             [o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason] for o in outputs.outputs
         ]
         line["freed_ids"] = sorted(outputs.finished)
         line["after_update"] = self._state()
-        self.step += 1
         return line
+
+    def _drafts(self, plan: SchedulerOutput) -> DraftTokenIds:
+        requests = self.core.scheduler.requests
+        alive = [r for r in plan.num_scheduled_tokens if r in requests]
+        return DraftTokenIds(
+            alive, [self.scenario.drafts(self.out_keys[r], requests[r].num_output_tokens) for r in alive]
+        )
 
     def _arrive(self) -> list[str]:
         arrived = []
@@ -146,19 +174,6 @@ class ScenarioLoop:
                 self.core.abort_requests([request.id])
         self.aborts = left
         return done
-
-    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """The scenario's model: the next output token of every request whose known tokens are all computed."""
-        ids = list(plan.num_scheduled_tokens)
-        sampled: list[list[int]] = []
-        for request_id in ids:
-            request = self.core.scheduler.requests.get(request_id)
-            if request is None or request.num_computed_tokens < request.num_tokens:
-                sampled.append([])
-            else:
-                index = request.num_output_tokens
-                sampled.append([self.scenario.output_token(self.out_keys[request_id], index)])
-        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
 
     def _request(self, r: ScenarioRequest) -> Request:
         config = self.core.config
@@ -195,6 +210,33 @@ class ScenarioLoop:
         }
 
 
+class ScenarioWorker:
+    """The scenario's model: it knows the plans and what it has put out, and nothing of the scheduler."""
+
+    def __init__(self, scenario: Scenario, out_keys: dict[str, str]) -> None:
+        self._scenario = scenario
+        self._out_keys = out_keys
+        self._reader = PlanReader()
+        self._num_outputs: Counter[str] = Counter()
+
+    def run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """The next outputs of every request whose known tokens are all computed."""
+        rows = self._reader.rows(plan)
+        sampled = [self._tokens(row, plan) if row.samples else [] for row in rows]
+        ids = [row.request_id for row in rows]
+        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled)
+
+    def _tokens(self, row: PlanRow, plan: SchedulerOutput) -> list[int]:
+        key, known = self._out_keys[row.request_id], self._num_outputs[row.request_id]
+        drafts = plan.scheduled_spec_decode_tokens.get(row.request_id, [])
+        if self._scenario.config.async_scheduling:
+            # The plan only has room for them; what was drafted is known here.
+            drafts = self._scenario.drafts(key, known, len(drafts))
+        tokens = self._scenario.verified(key, known, drafts)
+        self._num_outputs[row.request_id] += len(tokens)
+        return tokens
+
+
 def _plan_fields(plan: SchedulerOutput, record: ScheduleRecord) -> Line:
     cached = plan.scheduled_cached_reqs
     resumed = [r for r in cached.req_ids if r in cached.resumed_req_ids]
@@ -210,6 +252,7 @@ def _plan_fields(plan: SchedulerOutput, record: ScheduleRecord) -> Line:
         "finished_req_ids": sorted(plan.finished_req_ids),
         "all_token_lens": {r: len(ids) for r, ids in sorted(cached.all_token_ids.items())},
         "common_prefix_blocks": plan.num_common_prefix_blocks[0],
+        **({"spec_tokens": drafts} if (drafts := plan.scheduled_spec_decode_tokens) else {}),
         "prefix": asdict(record.prefix),
     }
 
@@ -218,7 +261,7 @@ def _rows(plan: SchedulerOutput) -> dict[str, list[object]]:
     """Per scheduled request: [id, N/C/R, tokens, computed before, block ids, number of output tokens]."""
     count, cached = plan.num_scheduled_tokens, plan.scheduled_cached_reqs
     rows: dict[str, list[object]] = {
-        r.req_id: [r.req_id, "N", count[r.req_id], r.num_computed_tokens, r.block_ids[0], 0]
+        r.req_id: [r.req_id, "N", count[r.req_id], r.num_computed_tokens, r.block_ids[0], r.num_output_tokens]
         for r in plan.scheduled_new_reqs
     }
     for i, request_id in enumerate(cached.req_ids):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from servetwin.sim.async_scheduler import AsyncScheduler
 from servetwin.sim.config import EngineConfig
-from servetwin.sim.contract import ModelRunnerOutput
-from servetwin.sim.kv_cache_manager import cdiv
+from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput
+from servetwin.sim.kv_cache_manager import KVCacheManager, cdiv
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame
 from servetwin.sim.request import Request, RequestStatus
@@ -21,19 +22,21 @@ from servetwin.sim.scheduler import Scheduler
 class EngineCore:
     """One engine. Arguments as for `Scheduler`."""
 
-    batch_queue_size = 1
-    """Steps that may be in flight: 1 is synchronous scheduling."""
-
     def __init__(
         self,
         config: EngineConfig,
         policy: SchedulingPolicy | None = None,
         *,
+        kv: KVCacheManager | None = None,
         plan_tokens: bool = True,
         journal: bool = False,
     ) -> None:
         self.config = config
-        self.scheduler = Scheduler(config, policy, plan_tokens=plan_tokens, journal=journal)
+        asynchronous = config.scheduler.async_scheduling
+        scheduler = AsyncScheduler if asynchronous else Scheduler
+        self.scheduler = scheduler(config, policy, kv=kv, plan_tokens=plan_tokens, journal=journal)
+        self.batch_queue_size = 2 if asynchronous else 1
+        """Steps that may be in flight."""
         self.in_flight: deque[Frame] = deque()
         self._next_step = 0
 
@@ -46,10 +49,11 @@ class EngineCore:
         prompt, room = request.num_prompt_tokens, limit - request.num_prompt_tokens
         if room < 1:
             return f"prompt of {prompt} tokens leaves no room for output: max_model_len is {limit}"
-        if request.sampling_params.min_tokens > room:
+        if request.sampling_params.min_tokens > room and not self.config.rules.length_outranks_min_tokens:
             return (
                 f"min_tokens {request.sampling_params.min_tokens} cannot be reached: a prompt of {prompt} tokens "
-                f"leaves {room} of max_model_len {limit}"
+                f"leaves {room} of max_model_len {limit}, and vLLM 0.22.0 would hold it for ever (the correction "
+                "length_outranks_min_tokens ends it at the limit)"
             )
         # The last token that can be sampled is never computed.
         most = cdiv(min(prompt + request.max_tokens, limit) - 1, self.config.cache.block_size)
@@ -72,9 +76,18 @@ class EngineCore:
         """A step is due: something is unfinished, or the worker has not heard yet of something that ended."""
         return self.scheduler.has_unfinished_requests() or self.scheduler.has_finished_requests()
 
+    @property
+    def has_room(self) -> bool:
+        """Another step may be begun before the oldest in flight is complete."""
+        return len(self.in_flight) < self.batch_queue_size
+
     def begin(self, now: int) -> Frame | None:
-        """Schedules the next step at time `now` (ns); None when nothing is to be done or enough steps are in flight."""
-        if not self.has_work() or len(self.in_flight) >= self.batch_queue_size:
+        """Schedules the next step at time `now` (ns); None when nothing is to be done or enough steps are in flight.
+
+        A driver begins another step as long as the last one has tokens and fewer than `batch_queue_size` are in
+        flight; else it completes the oldest.
+        """
+        if not self.has_work() or not self.has_room:
             return None
         plan, record = self.scheduler.schedule(now)
         frame = Frame(self._next_step, now, plan, record)
@@ -89,6 +102,14 @@ class EngineCore:
         )
         self.in_flight.popleft()
         return self.scheduler.update_from_output(frame.plan, output)
+
+    def update_draft_tokens(self, drafts: DraftTokenIds) -> None:
+        """Takes in the drafts that followed the step just completed (synchronous scheduling)."""
+        self.scheduler.update_draft_token_ids(drafts)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content; False, with nothing changed, while any request holds a block."""
+        return self.scheduler.reset_prefix_cache()
 
     def abandon(self, frame: Frame) -> None:
         """Forgets a step that scheduled nothing and will not be run."""

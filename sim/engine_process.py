@@ -1,14 +1,16 @@
 """The SimPy driver of one engine: it owns the waiting, `EngineCore` owns the deciding.
 
-Order at one instant: aborts due, step end (update), arrivals, aborts again, next schedule. While a step runs,
-simulated time stands still; it then moves on by the step's duration, measured or modelled. Idle time is skipped.
+Order at one instant: aborts due, step end (update), arrivals, aborts again, next schedule. A step is run (or its
+duration computed) when it is submitted, while simulated time stands still; `sim/timeline.py` says when its worker and
+its device are done with it. With asynchronous scheduling the next step is submitted before that. Idle time is skipped.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import simpy
 
@@ -19,6 +21,7 @@ from servetwin.sim.host_model import HostModel, LinearHostModel
 from servetwin.sim.progress_guard import ProgressGuard, StalledError
 from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.request import Request
+from servetwin.sim.timeline import StepTimes, Timeline
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads.spec import RequestSpec, Workload
@@ -33,11 +36,19 @@ class StepObserver(Protocol):
 SamplingOf = Callable[[RequestSpec], SamplingParams]
 
 
+class Submitted(NamedTuple):
+    """A step in flight."""
+
+    frame: Frame
+    result: StepResult
+    times: StepTimes
+
+
 class EngineProcess:
     """One engine in simulated time (integer ns). `run` is the SimPy process.
 
     The workload is pulled, one request ahead of time; requests that can never run are refused and logged. Raises
-    StalledError rather than spinning.
+    StalledError rather than spinning. `cache_resets_ns`: when to ask for a reset of the prefix cache.
     """
 
     def __init__(
@@ -54,6 +65,7 @@ class EngineProcess:
         on_request: Callable[[RequestSpec], None] | None = None,
         on_step: StepObserver | None = None,
         vocab_size: int | None = None,
+        cache_resets_ns: Iterable[int] = (),
     ) -> None:
         self.env = env
         self.core = core
@@ -69,6 +81,9 @@ class EngineProcess:
         self._on_request = on_request
         self._on_step = on_step
         self._vocab_size = vocab_size
+        self._timeline = Timeline()
+        self._submitted: deque[Submitted] = deque()
+        self._cache_resets = deque(sorted(cache_resets_ns))
 
     @property
     def now(self) -> int:
@@ -80,29 +95,48 @@ class EngineProcess:
         while True:
             self._take_in()
             self._abort_due()
+            self._reset_due()
             frame = self.core.begin(self.now)
-            if frame is None:
+            if frame is None and not self.core.in_flight:
                 arrival = self._arrivals.next_ns()
                 if arrival is None:
                     return
                 yield self._wait_until(arrival)
-            elif _is_idle(frame):
-                yield self._sit_out(frame)
-            else:
-                yield from self._step(frame)
+                continue
+            if frame is not None:
+                if _is_idle(frame) and len(self.core.in_flight) == 1:
+                    yield self._sit_out(frame)
+                    continue
+                yield from self._submit(frame)
+                if frame.plan.num_scheduled_tokens and self.core.has_room:
+                    continue
+            yield from self._complete()
 
     # ------------------------------------------------------------ a step
 
-    def _step(self, frame: Frame) -> Generator[simpy.Event, Any, None]:
+    def _submit(self, frame: Frame) -> Generator[simpy.Event, Any, None]:
+        """The plan goes to the worker, which runs it."""
         self.log.scheduled(frame)
         self._log_blocks()
         schedule_ns = self._host.schedule_ns(frame.plan)
+        if schedule_ns:
+            yield self.env.timeout(schedule_ns)
         result = self.timer.run(frame.plan)
-        host_ns = schedule_ns + self._host.update_ns(frame.plan)
-        yield self.env.timeout(host_ns + result.prepare_ns + result.device_ns)
+        times = self._timeline.submit(self.now, schedule_ns, result.prepare_ns, result.device_ns)
+        self._submitted.append(Submitted(frame, result, times))
+
+    def _complete(self) -> Generator[simpy.Event, Any, None]:
+        """The oldest step in flight comes back, and its tokens are out."""
+        frame, result, times = self._submitted.popleft()
+        times.update_ns = self._host.update_ns(frame.plan)
+        delay = max(times.device_end_ns - self.now, 0) + times.update_ns
+        if delay:
+            yield self.env.timeout(delay)
         self._abort_due()
         outputs = self.core.complete(frame, result.output)
-        self.log.stepped(frame, result, host_ns, self.now, outputs)
+        if result.draft_token_ids is not None:
+            self.core.update_draft_tokens(result.draft_token_ids)
+        self.log.stepped(frame, result, times, self.now, outputs)
         self._log_blocks()
         for request_id in outputs.finished:
             self._ended(request_id)
@@ -113,6 +147,7 @@ class EngineProcess:
     def _sit_out(self, frame: Frame) -> simpy.Event:
         """A schedule call that found nothing to do: only an arrival or an abort can change that."""
         self.core.abandon(frame)
+        self.log.sat_out(frame)
         times = [
             t
             for t in (self._arrivals.next_ns(), self._aborts[0][0] if self._aborts else None)
@@ -168,6 +203,9 @@ class EngineProcess:
             arrival_ns=arrival_ns,
             priority=spec.priority,
             eos_token_id=config.model.eos_token_id,
+            cache_salt=spec.cache_salt,
+            client_id=spec.client_id,
+            predicted_output_tokens=spec.predicted_output_tokens,
         )
 
     def _abort_due(self) -> None:
@@ -184,6 +222,13 @@ class EngineProcess:
             self.log.aborted(request_id, self.now, request.num_computed_tokens, blocks)
             self._ended(request_id)
         self._log_blocks()
+
+    def _reset_due(self) -> None:
+        """Prefix-cache resets whose time has come, at the step boundary; each says whether it could be done."""
+        while self._cache_resets and self._cache_resets[0] <= self.now:
+            self._cache_resets.popleft()
+            self.log.cache_reset(self.now, done=self.core.reset_prefix_cache())
+            self._log_blocks()
 
     def _ended(self, request_id: str) -> None:
         self._tokens.drop(request_id)

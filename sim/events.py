@@ -17,6 +17,7 @@ from servetwin.sim.contract import StepResult
 from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
 from servetwin.sim.residency import Residency, ResidencyTracker
 from servetwin.sim.tables import NEVER, Columns, Part, Tables
+from servetwin.sim.timeline import StepTimes
 from servetwin.sim.units import seconds_to_ns
 from servetwin.sim.waits import WaitTracker
 from servetwin.workloads import RequestSpec
@@ -124,17 +125,25 @@ class EventLog:
         self._ended(request_id, "abort", now_ns)
 
     def stepped(
-        self, frame: Frame, result: StepResult, host_ns: int, end_ns: int, outputs: EngineCoreOutputs
+        self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
     ) -> None:
         """A step is complete: `end_ns` dates its tokens and whatever finished with it."""
-        self._step_row(frame, result, host_ns)
+        self._step_row(frame, result, times, end_ns)
         if "tokens" in self._columns:
             self._save_tokens(outputs, end_ns)
         self._note_outputs(outputs, end_ns)
         if outputs.finished:
-            self._note_finished(frame, outputs, end_ns)
+            self._note_finished(outputs, end_ns)
         self._steps += 1
         self._flush_if_due()
+
+    def sat_out(self, frame: Frame) -> None:
+        """A schedule call found nothing to do; those who wait do so for its reasons."""
+        self._waits.scheduled(frame.record, frame.start_ns)
+
+    def cache_reset(self, now_ns: int, *, done: bool) -> None:
+        """Somebody asked for a reset of the prefix cache, which works only while nobody holds a block."""
+        self._event(now_ns, None, "cache_reset", "done" if done else "refused: blocks are in use")
 
     def block_changes(self, changes: Iterable[BlockChange], now_ns: int) -> None:
         """What the block pool did, in its order; only for a log with `log_blocks`."""
@@ -163,7 +172,7 @@ class EventLog:
     def _event(
         self,
         time_ns: int,
-        request_id: str,
+        request_id: str | None,
         kind: str,
         reason: str | None = None,
         computed_tokens: int = 0,
@@ -198,13 +207,13 @@ class EventLog:
             kind = "resumed" if admitted.resumed else "scheduled"
             self._event(now_ns, admitted.request_id, kind, None, admitted.hit_tokens, admitted.blocks)
 
-    def _step_row(self, frame: Frame, result: StepResult, host_ns: int) -> None:
+    def _step_row(self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int) -> None:
         record, prefix = frame.record, frame.record.prefix
         self._columns["steps"].append(
             frame.start_ns,
             result.prepare_ns,
             result.device_ns,
-            host_ns,
+            times.schedule_ns + times.update_ns,
             result.source,
             None,
             record.prefill_tokens,
@@ -223,38 +232,40 @@ class EventLog:
             prefix.preempted_queries,
             prefix.preempted_hits,
             sum(record.recomputed.values()),
+            sum(map(len, frame.plan.scheduled_spec_decode_tokens.values())),
+            times.schedule_ns,
+            times.prepare_start_ns,
+            times.device_start_ns,
+            end_ns,
         )
 
     def _note_outputs(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
         """The one loop over all rows of a step, so kept short."""
         gaps: dict[int, int] = {}
         requests = self._open
-        for output in outputs.outputs:
-            if output.new_token_ids:
-                request = requests[output.request_id]
-                if before := request.output_ns:
-                    gap_ns = end_ns - before[-1]
-                    gaps[gap_ns] = gaps.get(gap_ns, 0) + 1
-                before.append(end_ns)
-                request.num_output_tokens += len(output.new_token_ids)
+        for request_id, new_token_ids in outputs.new_token_ids.items():
+            request = requests[request_id]
+            if before := request.output_ns:
+                gap_ns = end_ns - before[-1]
+                gaps[gap_ns] = gaps.get(gap_ns, 0) + 1
+            before.append(end_ns)
+            request.num_output_tokens += len(new_token_ids)
         for gap_ns, samples in sorted(gaps.items()):
             self._columns["itl"].append(end_ns, gap_ns, samples)
 
     def _save_tokens(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
-        for output in outputs.outputs:
-            index = self._open[output.request_id].num_output_tokens
-            for token_id in output.new_token_ids:
-                self._columns["tokens"].append(output.request_id, index, token_id, end_ns)
-                index += 1
+        for request_id, new_token_ids in outputs.new_token_ids.items():
+            first = self._open[request_id].num_output_tokens
+            for index, token_id in enumerate(new_token_ids, start=first):
+                self._columns["tokens"].append(request_id, index, token_id, end_ns)
 
-    def _note_finished(self, frame: Frame, outputs: EngineCoreOutputs, end_ns: int) -> None:
-        reasons = {o.request_id: o.finish_reason for o in outputs.outputs if o.finish_reason is not None}
-        computed = _computed_before(frame)
-        for request_id in outputs.finished:
-            computed_tokens = computed[request_id] + frame.plan.num_scheduled_tokens[request_id]
-            blocks = self._open[request_id].blocks
-            self._event(end_ns, request_id, "finished", reasons[request_id], computed_tokens, blocks)
-            self._ended(request_id, reasons[request_id], end_ns)
+    def _note_finished(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
+        for request_id, finish in outputs.finished.items():
+            request = self._open[request_id]
+            # The last token it got is never computed.
+            computed_tokens = request.spec.prompt_tokens + request.num_output_tokens - 1
+            self._event(end_ns, request_id, "finished", finish.reason, computed_tokens, request.blocks)
+            self._ended(request_id, finish.reason, end_ns)
 
     def _ended(self, request_id: str, reason: str, finish_ns: int) -> None:
         if reason not in COMPLETED:
@@ -291,11 +302,3 @@ class EventLog:
     def _flush_if_due(self) -> None:
         if self._steps >= self._flush_at_step or max(map(len, self._columns.values())) >= PART_ROWS:
             self.flush()
-
-
-def _computed_before(frame: Frame) -> dict[str, int]:
-    """Per request of the plan: its computed tokens before the step."""
-    new, cached = frame.plan.scheduled_new_reqs, frame.plan.scheduled_cached_reqs
-    return {r.req_id: r.num_computed_tokens for r in new} | dict(
-        zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    )

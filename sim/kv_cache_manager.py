@@ -1,15 +1,16 @@
 """Who holds which KV blocks: block tables, prefix hits, allocation. None is the only answer to "no room".
 
 Rules of `vllm/v1/core/kv_cache_manager.py` and `single_type_kv_cache_manager.py` 0.22.0 for one full-attention
-group.
+group. A request carries its own table; this module alone changes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from servetwin.sim.block_pool import BlockPool
 from servetwin.sim.request import Request
+from servetwin.sim.rules import FreeOrder
 
 
 def cdiv(a: int, b: int) -> int:
@@ -18,7 +19,10 @@ def cdiv(a: int, b: int) -> int:
 
 
 class KVCacheManager:
-    """Block tables of the running requests over one pool."""
+    """Block tables of the running requests over one pool.
+
+    `speculative`: running requests may bring drafts. `drops_last_hit`: a prefix hit gives up its last block (draft heads).
+    """
 
     def __init__(
         self,
@@ -27,22 +31,29 @@ class KVCacheManager:
         num_gpu_blocks: int,
         max_model_len: int,
         enable_caching: bool,
+        speculative: bool = False,
+        drops_last_hit: bool = False,
+        free_order: FreeOrder = FreeOrder.ALL_AT_THE_BACK,
         journal: bool = False,
     ) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
         self.pool = BlockPool(num_gpu_blocks, journal=journal)
+        self.num_holders = 0
+        """Requests that hold a table."""
         self._max_model_len = max_model_len
-        self._tables: dict[str, list[int]] = {}
-        self._num_hashed: dict[str, int] = {}
-        """Leading blocks of each table that are in the map already."""
+        self._speculative = speculative
+        self._drops_last_hit = drops_last_hit
+        self._free_order = free_order
 
     def block_ids(self, request: Request) -> list[int]:
         """A copy of the request's block table."""
-        return list(self._tables.get(request.request_id, ()))
+        return request.block_ids.copy()
 
     def num_blocks(self, request: Request) -> int:
-        return len(self._tables.get(request.request_id, ()))
+        return len(request.block_ids)
+
+    # ------------------------------------------------------------ before admission
 
     def get_computed_blocks(self, request: Request) -> list[int]:
         """The longest prefix hit of a waiting request, in whole blocks.
@@ -58,6 +69,8 @@ class KVCacheManager:
             if block is None:
                 break
             hits.append(block)
+        if hits and self._drops_last_hit:
+            hits.pop()
         return hits
 
     def full_sequence_fits(self, request: Request, hits: Sequence[int]) -> bool:
@@ -65,76 +78,138 @@ class KVCacheManager:
         whole = min(request.num_tokens, self._max_model_len)
         return self._blocks_needed(request, whole, hits) <= self.pool.num_free
 
+    def chunk_fits(self, request: Request, num_tokens: int, hits: Sequence[int]) -> bool:
+        """Is there room for the first `num_tokens` tokens after the hits?"""
+        slots = min(len(hits) * self.block_size + num_tokens, self._max_model_len)
+        return self._blocks_needed(request, slots, hits) <= self.pool.num_free
+
+    # ------------------------------------------------------------ allocation
+
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, hits: Sequence[int] = ()
+        self, request: Request, num_new_tokens: int, hits: Sequence[int] = (), *, num_lookahead_tokens: int = 0
     ) -> list[int] | None:
-        """Room for the next `num_new_tokens` tokens after the computed ones and the hit blocks.
+        """Room for the next `num_new_tokens` tokens after the computed ones and the hit blocks, and for drafts.
 
         Returns the block ids appended now (hits not included), or None, with nothing changed, when they are not
         free. Hits are taken hold of before fresh blocks, so a request cannot evict its own hits. Blocks that the
-        step will fill are findable from now on, before the model has run.
+        step will fill are findable from now on, before the model has run; drafts are never hashed.
         """
         computed = min(request.num_computed_tokens + len(hits) * self.block_size, self._max_model_len)
-        slots = min(computed + num_new_tokens, self._max_model_len)
-        table = self._tables.get(request.request_id, [])
+        slots = min(computed + num_new_tokens + num_lookahead_tokens, self._max_model_len)
         new_blocks: list[int] = []
-        if hits or slots > len(table) * self.block_size:
+        if hits or slots > len(request.block_ids) * self.block_size:
             if self._blocks_needed(request, slots, hits) > self.pool.num_free:
                 return None
-            table, new_blocks = self._extend(request, slots, hits)
+            new_blocks = self._extend(request, slots, hits)
         if self.enable_caching:
-            self._hash_full_blocks(request, min(computed + num_new_tokens, request.num_tokens), table)
+            self._hash_full_blocks(request, min(computed + num_new_tokens, request.num_tokens))
+        if computed + num_new_tokens < request.num_tokens:
+            request.quiet_until = 0
+        else:
+            self._note_quiet(request)
         return new_blocks
 
-    def _extend(self, request: Request, slots: int, hits: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Adds the hits and as many fresh blocks as `slots` tokens need; returns (table, fresh blocks)."""
-        table = self._tables.setdefault(request.request_id, [])
-        if hits:
-            self.pool.touch(hits, request.request_id)
-            table += hits
-            self._num_hashed[request.request_id] = len(hits)
-        fresh = self.pool.take(cdiv(slots, self.block_size) - len(table), request.request_id)
-        table += fresh
-        return table, fresh
+    def fill_block(self, request: Request) -> bool:
+        """For a plain decode whose next token fills its last block: makes the block findable if all of it is known.
+
+        False, with nothing changed, when that is not all there is to do for the token.
+        """
+        end = len(request.block_ids) * self.block_size
+        if not request.quiet_until or request.num_computed_tokens + 1 != end or end >= request.length_limit:
+            return False
+        if end <= request.num_tokens:
+            self._hash_full_blocks(request, end)
+        return True
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Makes the full blocks of these leading tokens findable (asynchronous scheduling: once they are known)."""
+        if self.enable_caching:
+            self._hash_full_blocks(request, num_computed_tokens)
+            self._note_quiet(request)
 
     def free(self, request: Request) -> None:
         """Gives the table back, last block first, so that the end of a chain is evicted before its beginning."""
-        table = self._tables.pop(request.request_id, [])
-        self._num_hashed.pop(request.request_id, None)
-        self.pool.release(reversed(table), request.request_id)
+        if not request.block_ids:
+            return
+        back = request.block_ids[::-1]
+        request.block_ids = []
+        request.num_hashed_blocks = request.quiet_until = 0
+        self.num_holders -= 1
+        if self._free_order is FreeOrder.UNHASHED_IN_FRONT:
+            self.pool.release_in_front((b for b in back if self.pool.hash_of(b) is None), request.request_id)
+            back = [b for b in back if self.pool.hash_of(b) is not None]
+        self.pool.release(back, request.request_id)
+
+    def forget_uncomputed(self, request: Request) -> None:
+        """Takes blocks out of the prefix cache that were entered for a step which will not run after all."""
+        computed_blocks = request.num_computed_tokens // self.block_size
+        for block in request.block_ids[computed_blocks : request.num_hashed_blocks]:
+            self.pool.forget(block)
+        request.num_hashed_blocks = min(request.num_hashed_blocks, computed_blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content; False, with nothing changed, while any request holds a block."""
+        if self.pool.num_free < self.pool.num_gpu_blocks - 1:
+            return False
+        self.pool.forget_all()
+        return True
 
     def num_common_prefix_blocks(self, request: Request) -> int:
         """Leading blocks of a running request that every request with a table shares."""
         if not self.enable_caching:
             return 0
-        holders = len(self._tables)
         count = 0
-        for block in self._tables.get(request.request_id, ()):
-            if self.pool.references(block) != holders:
+        for block in request.block_ids:
+            if self.pool.references(block) != self.num_holders:
                 break
             count += 1
         return count
 
+    # ------------------------------------------------------------ inside
+
+    def _extend(self, request: Request, slots: int, hits: Sequence[int]) -> list[int]:
+        """Adds the hits and as many fresh blocks as `slots` tokens need; returns the fresh ones."""
+        table = request.block_ids
+        if not table:
+            self.num_holders += 1
+        if hits:
+            self.pool.touch(hits, request.request_id)
+            table += hits
+            request.num_hashed_blocks = len(hits)
+        fresh = self.pool.take(cdiv(slots, self.block_size) - len(table), request.request_id)
+        table += fresh
+        return fresh
+
     def _blocks_needed(self, request: Request, num_tokens: int, hits: Sequence[int]) -> int:
         """Free blocks it takes to hold `num_tokens` tokens; hit blocks that are free leave the queue and count."""
-        held = len(self._tables.get(request.request_id, ()))
-        fresh = max(cdiv(num_tokens, self.block_size) - held - len(hits), 0)
+        fresh = max(cdiv(num_tokens, self.block_size) - len(request.block_ids) - len(hits), 0)
         return fresh + sum(self.pool.references(b) == 0 for b in hits)
 
-    def _hash_full_blocks(self, request: Request, num_tokens: int, table: list[int]) -> None:
-        full = num_tokens // self.block_size
-        done = self._num_hashed.get(request.request_id, 0)
+    def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
+        full, done = num_tokens // self.block_size, request.num_hashed_blocks
         if full > done:
             hashes = request.block_hashes(full)
             for i in range(done, full):
-                self.pool.insert(table[i], hashes[i])
-            self._num_hashed[request.request_id] = full
+                self.pool.insert(request.block_ids[i], hashes[i])
+            request.num_hashed_blocks = full
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when tables and reference counts disagree."""
+    def _note_quiet(self, request: Request) -> None:
+        """Until when a decode meets neither the end of a block nor a limit, so that nobody need be asked."""
+        if self._speculative:
+            # What the next step computes depends on its drafts.
+            return
+        quiet = len(request.block_ids) * self.block_size
+        if self.enable_caching:
+            quiet = min(quiet, (request.num_hashed_blocks + 1) * self.block_size - 1)
+        request.quiet_until = min(quiet, request.length_limit - 1)
+
+    def check_integrity(self, holders: Iterable[Request]) -> None:
+        """Raises AssertionError when the tables of the `holders` and the pool's reference counts disagree."""
         self.pool.check_integrity()
+        tables = [r.block_ids for r in holders if r.block_ids]
+        assert len(tables) == self.num_holders, f"{len(tables)} requests hold blocks, counted {self.num_holders}"
         references = [0] * self.pool.num_gpu_blocks
-        for table in self._tables.values():
+        for table in tables:
             for block in table:
                 references[block] += 1
         for block, count in enumerate(references):

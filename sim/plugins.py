@@ -51,20 +51,31 @@ EXTRA_OF = {
 
 def load(group: str, name: str) -> Any:
     """The object behind a built-in name of the entry-point `group`, or behind `module:attribute`."""
-    try:
-        if ":" in name:
-            module, _, attribute = name.partition(":")
-            with _current_folder_importable():
-                return _attribute(import_module(module), attribute, name)
-        for point in entry_points(group=group, name=name):
+    if ":" in name:
+        return load_attribute(name)
+    for point in entry_points(group=group, name=name):
+        with _missing_modules_explained(name):
             return point.load()
+    known = ", ".join(sorted(p.name for p in entry_points(group=group)))
+    raise PluginError(f"{name!r} is not known; allowed: {known or 'nothing'}, or module:attribute")
+
+
+def load_attribute(name: str) -> Any:
+    """The object behind `module:attribute`; raises PluginError."""
+    module, _, attribute = name.partition(":")
+    with _missing_modules_explained(name), _current_folder_importable():
+        return _attribute(import_module(module), attribute, name)
+
+
+@contextmanager
+def _missing_modules_explained(name: str) -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as e:
         missing = (e.name or "").partition(".")[0]
         extra = EXTRA_OF.get(missing)
         hint = f": pip install 'servetwin[{extra}]'" if extra else ""
         raise PluginError(f"{name!r} needs the module {e.name!r}, which is not installed{hint}") from e
-    known = ", ".join(sorted(p.name for p in entry_points(group=group)))
-    raise PluginError(f"{name!r} is not known; allowed: {known or 'nothing'}, or module:attribute")
 
 
 @contextmanager

@@ -1,27 +1,52 @@
-"""Who is served first and who has to go: scheduling policies and their waiting queues.
+"""Who is served first, who has to go, who may come in: scheduling policies.
 
-Rules of `vllm/v1/core/sched/request_queue.py` and the victim choice of `scheduler.py`, 0.22.0.
+`FCFS` and `Priority` follow `vllm/v1/core/sched/request_queue.py` and the victim choice of `scheduler.py`, 0.22.0.
+Anybody's own policy is a class with the same three hooks, named `module:Class`; subclassing `FCFS` saves the rest.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from servetwin.sim.plugins import PluginError, load_attribute
 from servetwin.sim.request import Request
+
+@dataclass(frozen=True, slots=True)
+class AdmissionState:
+    """What an engine looks like when the head of its queue asks to come in."""
+
+    now: int
+    """Simulated time in ns."""
+    running: Sequence[Request]
+    """In running order, those admitted in this step included."""
+    num_waiting: int
+    """The one that asks included."""
+    free_blocks: int
+    """Blocks nobody holds (cached content counts as free)."""
+    token_budget: int
+    """Tokens left in this step."""
 
 
 class SchedulingPolicy(Protocol):
-    """The two decisions a policy takes. Built without arguments; holds no state of a run."""
+    """The decisions a policy takes. Built without arguments, once for each engine.
+
+    Optional, looked for by name: `dynamic_order = True` (keys are taken anew whenever the queue is looked at), and
+    the hooks `on_queued(request, now)`, `on_scheduled(request, num_tokens, now)`, `on_ended(request)`, for a
+    policy that keeps accounts. Hooks must not change requests.
+    """
 
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:
         """Waiting requests are admitted in ascending order of this key, taken when they are queued (`now`, ns)."""
         ...
 
     def choose_victim(self, running: Sequence[Request], now: int) -> Request:
-        """Which running request gives up its blocks when another cannot grow."""
+        """Which running request gives up its blocks when another cannot grow (it may be that one itself)."""
+        ...
+
+    def may_admit(self, request: Request, state: AdmissionState) -> bool:
+        """Whether the head of the queue may come in now; if not, nobody does in this step."""
         ...
 
 
@@ -35,8 +60,11 @@ class FCFS:
     def choose_victim(self, running: Sequence[Request], now: int) -> Request:
         return running[-1]
 
+    def may_admit(self, request: Request, state: AdmissionState) -> bool:
+        return True
 
-class Priority:
+
+class Priority(FCFS):
     """Lower priority value first, then earlier arrival, then the id as a string; the reverse is preempted first."""
 
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:
@@ -47,92 +75,31 @@ class Priority:
         return max(running, key=lambda r: (r.priority, r.arrival_ns))
 
 
-POLICIES: dict[str, type[FCFS] | type[Priority]] = {"fcfs": FCFS, "priority": Priority}
+BUILT_IN: dict[str, str] = {
+    "fcfs": "servetwin.sim.policy:FCFS",
+    "priority": "servetwin.sim.policy:Priority",
+    "sjf": "servetwin.sim.shortest_job_first:ShortestJobFirst",
+    "fair": "servetwin.sim.fair_share:FairShare",
+}
 
 
-class RequestQueue(Protocol):
-    """The waiting requests in the order in which they will be admitted."""
+def load_policy(name: str) -> SchedulingPolicy:
+    """A new policy by its built-in name (fcfs, priority, sjf, fair) or `module:Class`.
 
-    def add(self, request: Request, now: int) -> None:
-        """A request that has just come in."""
-        ...
-
-    def put_back(self, request: Request, now: int) -> None:
-        """A request that was preempted."""
-        ...
-
-    def peek(self) -> Request: ...
-
-    def pop(self) -> Request: ...
-
-    def remove(self, request: Request) -> None: ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Request]:
-        """In order of admission."""
-        ...
-
-
-class FIFOQueue:
-    """Order of receipt; preempted requests go to the front, so several victims of a step keep their old order."""
-
-    def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-
-    def add(self, request: Request, now: int) -> None:
-        self._queue.append(request)
-
-    def put_back(self, request: Request, now: int) -> None:
-        self._queue.appendleft(request)
-
-    def peek(self) -> Request:
-        return self._queue[0]
-
-    def pop(self) -> Request:
-        return self._queue.popleft()
-
-    def remove(self, request: Request) -> None:
-        self._queue.remove(request)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
-
-
-class KeyedQueue:
-    """A heap on the policy's `order_key`; equal keys in order of queueing."""
-
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._policy = policy
-        self._heap: list[tuple[tuple[Any, ...], int, Request]] = []
-        self._count = 0
-
-    def add(self, request: Request, now: int) -> None:
-        self._count += 1
-        heapq.heappush(self._heap, (self._policy.order_key(request, now), self._count, request))
-
-    put_back = add
-
-    def peek(self) -> Request:
-        return self._heap[0][2]
-
-    def pop(self) -> Request:
-        return heapq.heappop(self._heap)[2]
-
-    def remove(self, request: Request) -> None:
-        self._heap = [entry for entry in self._heap if entry[2] is not request]
-        heapq.heapify(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2]))
-
-
-def make_queue(policy: SchedulingPolicy) -> RequestQueue:
-    """The waiting queue that fits a policy."""
-    return FIFOQueue() if isinstance(policy, FCFS) else KeyedQueue(policy)
+    Raises ValueError with what is allowed, what is missing in the class, or why it cannot be built.
+    """
+    if ":" not in name and name not in BUILT_IN:
+        raise PluginError(f"scheduling policy {name!r} is not known; allowed: {', '.join(BUILT_IN)}, or module:Class")
+    found = load_attribute(BUILT_IN.get(name, name))
+    if not isinstance(found, type):
+        raise PluginError(f"scheduling policy {name!r} is a {type(found).__name__}; wanted: a class")
+    missing = [h for h in ("order_key", "choose_victim", "may_admit") if not callable(getattr(found, h, None))]
+    if missing:
+        raise PluginError(
+            f"scheduling policy {name!r} lacks {', '.join(missing)}; subclass servetwin.sim.policy.FCFS to inherit them"
+        )
+    try:
+        policy: SchedulingPolicy = found()
+    except TypeError as e:
+        raise PluginError(f"scheduling policy {name!r} must be built without arguments: {e}") from e
+    return policy

@@ -36,7 +36,7 @@ class ProgressGuard:
 
     def step(self, frame: Frame, outputs: EngineCoreOutputs, unfinished: Iterable[Request]) -> None:
         """Takes note of a step. Raises StalledError when the engine turns in circles."""
-        if outputs.outputs or outputs.finished:
+        if outputs.new_token_ids:
             self.progress()
             return
         self._tokens += frame.plan.total_num_scheduled_tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from servetwin.sim.contract import SchedulerOutput
 
@@ -26,6 +27,8 @@ class WaitReason(StrEnum):
     """Another request stands before it, and that one waits."""
     PREEMPTION = "preemption"
     """A request was preempted in this step, which closes admission for the step."""
+    POLICY = "policy"
+    """The scheduling policy did not let it in (`may_admit`)."""
 
 
 @dataclass(slots=True)
@@ -103,7 +106,7 @@ class BlockChange:
     kind: str
     """"take": handed to request_id with no content; "evict": its cached content is dropped (a take follows);
     "hash": its content became findable under `prefix_id`; "touch": request_id shares it or takes it back from
-    the free queue; "release": one reference less, `references` are left."""
+    the free queue; "release": one reference less, `references` are left; "forget": its content is no longer findable."""
     request_id: str | None = None
     prefix_id: str | None = None
     references: int = 0
@@ -134,10 +137,29 @@ class EngineCoreOutput:
     """The stop token that ended it, if one did."""
 
 
+class Finish(NamedTuple):
+    """How a request ended."""
+
+    reason: str
+    """"length", "stop", ..."""
+    stop_reason: int | None
+    """The stop token that ended it, if one did."""
+
+
 @dataclass(slots=True)
 class EngineCoreOutputs:
-    """What one update gave out, in scheduling order."""
+    """What one update gave out, in scheduling order: columns, since this is made for every row of every step."""
 
-    outputs: list[EngineCoreOutput] = field(default_factory=list)
-    finished: list[str] = field(default_factory=list)
-    """Requests that ended in this update, in that order."""
+    new_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    """The tokens of each request that got some."""
+    finished: dict[str, Finish] = field(default_factory=dict)
+    """The requests that ended with them."""
+
+    @property
+    def outputs(self) -> list[EngineCoreOutput]:
+        """The same, request by request."""
+        going_on = (None, None)
+        return [
+            EngineCoreOutput(request_id, tokens, *self.finished.get(request_id, going_on))
+            for request_id, tokens in self.new_token_ids.items()
+        ]

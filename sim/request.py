@@ -45,19 +45,31 @@ class Request:
     __slots__ = (
         "_hashes",
         "arrival_ns",
+        "block_ids",
+        "client_id",
         "eos_token_id",
+        "is_prefill_chunk",
+        "length_limit",
         "max_tokens",
+        "max_total_tokens",
         "num_computed_tokens",
+        "num_hashed_blocks",
+        "num_output_placeholders",
         "num_preemptions",
+        "num_prompt_tokens",
         "num_tokens",
         "num_tokens_ever_computed",
         "output_token_ids",
+        "predicted_output_tokens",
         "priority",
         "prompt",
+        "quiet_until",
         "request_id",
         "sampling_params",
+        "spec_token_ids",
         "status",
         "stop_reason",
+        "stop_tokens",
     )
 
     def __init__(
@@ -71,29 +83,53 @@ class Request:
         arrival_ns: int = 0,
         priority: int = 0,
         eos_token_id: int | None = None,
+        cache_salt: str | None = None,
+        client_id: str | None = None,
+        predicted_output_tokens: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
+        self.num_prompt_tokens = prompt.num_tokens
         self.sampling_params = sampling_params
         self.arrival_ns = arrival_ns
         self.priority = priority
         self.eos_token_id = None if sampling_params.ignore_eos else eos_token_id
         self.max_tokens = sampling_params.max_tokens or max_model_len - prompt.num_tokens
+        self.max_total_tokens = prompt.num_tokens + self.max_tokens
+        """Prompt and outputs at most, as far as the request itself says."""
+        self.length_limit = min(self.max_total_tokens, max_model_len)
+        """Known tokens at which it ends by length."""
+        self.client_id = client_id
+        """Who sent it (for policies that share between clients)."""
+        self.predicted_output_tokens = predicted_output_tokens
+        """What a predictor says of its output length (for policies that go by length)."""
         self.output_token_ids: list[int] = []
         self.num_tokens = prompt.num_tokens
         """Known tokens: prompt and outputs."""
         self.num_computed_tokens = 0
-        """Tokens with K/V in the cache, those of the step in flight included."""
+        """Tokens with K/V in the cache, those of the steps in flight included."""
+        self.spec_token_ids: list[int] = []
+        """Drafts to be verified in its next step (-1 where only the worker knows them)."""
+        self.num_output_placeholders = 0
+        """Asynchronous scheduling: tokens that steps in flight will at most bring."""
+        self.is_prefill_chunk = False
+        """Its last scheduled step left known tokens to compute, so it brings no token."""
         self.num_tokens_ever_computed = 0
         """Most tokens it had computed when it was preempted: what lies below is recomputed."""
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
-        self._hashes = BlockHashes(request_id, prompt, self.output_token_ids, block_size)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self.prompt.num_tokens
+        self.stop_tokens = frozenset(sampling_params.stop_token_ids)
+        if self.eos_token_id is not None:
+            self.stop_tokens |= {self.eos_token_id}
+        self._hashes = BlockHashes(request_id, prompt, self.output_token_ids, block_size, cache_salt)
+        # Kept by the KV-cache manager alone.
+        self.block_ids: list[int] = []
+        """Its block table."""
+        self.num_hashed_blocks = 0
+        """Leading blocks of the table that are in the prefix cache."""
+        self.quiet_until = 0
+        """As long as it has fewer computed tokens than this, it has one token to compute, room for it, and no limit near."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -109,11 +145,16 @@ class Request:
 
     @property
     def is_decoding(self) -> bool:
-        """Only its last sampled token is left to compute."""
-        return bool(self.output_token_ids) and self.num_computed_tokens >= self.num_tokens - 1
+        """All its known tokens but the last sampled one are computed: what it computes next is that and drafts."""
+        sampled = self.num_tokens + self.num_output_placeholders > self.num_prompt_tokens
+        return sampled and self.num_computed_tokens >= self.num_tokens - 1
 
     def all_token_ids(self) -> list[int]:
         return self.prompt.token_ids() + self.output_token_ids
+
+    def hash_prompt(self) -> None:
+        """Makes the hashes of the prompt's full blocks, as far as anybody else can have the same content."""
+        self._hashes.prepare(self.num_prompt_tokens // self._hashes.block_size)
 
     def block_hashes(self, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` full blocks of known tokens."""

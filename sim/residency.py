@@ -50,9 +50,11 @@ class ResidencyTracker:
                     self._end(change.block_id, "freed", now_ns)
             case "evict":
                 self._end(change.block_id, "evicted", now_ns)
+            case "forget":
+                self._forget(change, now_ns)
             case _:
                 raise ValueError(
-                    f"block {change.block_id}: kind {change.kind!r}; allowed: take hash touch release evict"
+                    f"block {change.block_id}: kind {change.kind!r}; allowed: take hash touch release evict forget"
                 )
 
     def close(self) -> None:
@@ -65,6 +67,13 @@ class ResidencyTracker:
         if change.request_id is None:
             raise ValueError(f"block {change.block_id}: a {change.kind!r} needs the request_id it is for")
         self._open[change.block_id] = Residency(change.block_id, change.request_id, now_ns, prefix_id)
+
+    def _forget(self, change: BlockChange, now_ns: int) -> None:
+        """A free block has nothing left to keep; one in use goes on without being findable."""
+        if change.references == 0:
+            self._end(change.block_id, "evicted", now_ns)
+        else:
+            self._open[change.block_id].prefix_id = None
 
     def _touch(self, change: BlockChange, now_ns: int) -> None:
         residency = self._open[change.block_id]

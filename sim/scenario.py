@@ -20,6 +20,7 @@ from servetwin.sim.config import (
     NotNegative,
     Positive,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 
 
@@ -30,6 +31,17 @@ class ScenarioError(ValueError):
 Name = Annotated[str, Field(pattern=r"^[ -~]+$")]
 """Printable ASCII: tokens are made from the bytes of names."""
 Segment = tuple[Literal["p", "o"], Name, NotNegative, NotNegative]
+
+
+class ScenarioDrafting(Config):
+    """The drafter of a scenario and how often it is right."""
+
+    method: Literal["ngram", "eagle", "draft_model"]
+    num_speculative_tokens: Positive
+    accept_percent: Annotated[int, Field(ge=0, le=100)] = 100
+    """Share of drafts that equal the token they guess."""
+    variable_length: bool = False
+    """Draft between 0 and num_speculative_tokens tokens."""
 
 
 class ScenarioConfig(Config):
@@ -48,16 +60,7 @@ class ScenarioConfig(Config):
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = False
     use_v2_model_runner: bool = False
-    spec: dict[str, Any] | None = None
-
-    @model_validator(mode="after")
-    def _supported(self) -> Self:
-        for name in ("async_scheduling", "use_v2_model_runner", "spec"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name} {getattr(self, name)!r} is not supported yet; allowed: false or null"
-                )
-        return self
+    spec: ScenarioDrafting | None = None
 
 
 class ScenarioModel(Config):
@@ -178,8 +181,17 @@ class Scenario(Config):
                 long_prefill_token_threshold=c.long_prefill_token_threshold,
                 policy=c.policy,
                 scheduler_reserve_full_isl=c.scheduler_reserve_full_isl,
+                async_scheduling=c.async_scheduling,
+                use_v2_model_runner=c.use_v2_model_runner,
             ),
+            speculative=self._speculative(),
         )
+
+    def _speculative(self) -> SpeculativeConfig | None:
+        spec = self.config.spec
+        if spec is None:
+            return None
+        return SpeculativeConfig(method=spec.method, num_speculative_tokens=spec.num_speculative_tokens)
 
     def prompt(self, request: ScenarioRequest) -> tuple[int, ...]:
         """The request's prompt tokens."""
@@ -198,6 +210,33 @@ class Scenario(Config):
     def output_token(self, out_key: str, index: int) -> int:
         """Output token `index` (0 = first generated)."""
         return _crc(f"o|{self.model.seed}|{out_key}|{index}") % self.model.vocab_size
+
+
+    def drafts(self, out_key: str, num_outputs: int, at_most: int | None = None) -> list[int]:
+        """What is drafted once `num_outputs` outputs are known; empty without speculative decoding."""
+        spec = self.config.spec
+        if spec is None:
+            return []
+        count = spec.num_speculative_tokens
+        if spec.variable_length:
+            count = _crc(f"n|{self.model.seed}|{out_key}|{num_outputs}") % (count + 1)
+        if at_most is not None:
+            count = min(count, at_most)
+        return [self._draft(spec, out_key, num_outputs, i) for i in range(count)]
+
+    def _draft(self, spec: ScenarioDrafting, out_key: str, num_outputs: int, index: int) -> int:
+        token = self.output_token(out_key, num_outputs + index)
+        right = _crc(f"a|{self.model.seed}|{out_key}|{num_outputs}|{index}") % 100 < spec.accept_percent
+        return token if right else (token + 1) % self.model.vocab_size
+
+    def verified(self, out_key: str, num_outputs: int, drafts: list[int]) -> list[int]:
+        """The outputs of a step that verifies `drafts`: one more than there are right drafts in front."""
+        tokens = [self.output_token(out_key, num_outputs)]
+        for draft in drafts:
+            if draft != tokens[-1]:
+                break
+            tokens.append(self.output_token(out_key, num_outputs + len(tokens)))
+        return tokens
 
 
 def list_crc(items: Iterable[object]) -> int:

@@ -1,60 +1,48 @@
 """The scheduler: a pure state machine that decides, step by step, which tokens of which requests are computed.
 
-Semantics of `vllm/v1/core/sched/scheduler.py` 0.22.0, synchronous, one full-attention KV group. There are no
-phases: a step gives each request some of the tokens by which its computed tokens lag behind its known tokens.
-Time comes in as an argument; a plan goes out.
+Semantics of `vllm/v1/core/sched/scheduler.py` 0.22.0 for one full-attention KV group (asynchronous scheduling adds
+to it in `sim/async_scheduler.py`). There are no phases: a step gives each request some of the tokens by which its
+computed tokens lag behind its known tokens. Time comes in as an argument; a plan goes out.
 
 Reading order: `schedule` (running pass, waiting pass, plan), then `update_from_output`, then `finish_requests`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from servetwin.sim.config import EngineConfig
-from servetwin.sim.contract import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from servetwin.sim.kv_cache_manager import KVCacheManager
-from servetwin.sim.policy import POLICIES, SchedulingPolicy, make_queue
+from servetwin.sim.policy import FCFS, AdmissionState, SchedulingPolicy, load_policy
 from servetwin.sim.records import (
     Admission,
-    EngineCoreOutput,
     EngineCoreOutputs,
+    Finish,
     Preemption,
     ScheduleRecord,
     WaitReason,
 )
-from servetwin.sim.request import Request, RequestStatus
+from servetwin.sim.request import FINISH_REASONS, Request, RequestStatus
+from servetwin.sim.request_queue import make_queue
+from servetwin.sim.rules import StopCheck
+from servetwin.sim.step import PlanWriter, Step
 
 
-@dataclass(slots=True)
-class _Step:
-    """A step being put together."""
-
-    budget: int
-    """Tokens left to give."""
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    """In order of scheduling; the order of everything derived from the step."""
-    new_blocks: dict[str, list[int]] = field(default_factory=dict)
-    """Running requests: blocks appended now. Admitted requests: the whole table."""
-    running: list[Request] = field(default_factory=list)
-    new: list[Request] = field(default_factory=list)
-    resumed: list[Request] = field(default_factory=list)
-    record: ScheduleRecord = field(default_factory=ScheduleRecord)
-
-    def give(self, request: Request, num_tokens: int, blocks: list[int]) -> None:
-        self.num_scheduled_tokens[request.request_id] = num_tokens
-        self.new_blocks[request.request_id] = blocks
-        self.budget -= num_tokens
-
-    def take_back(self, request: Request) -> bool:
-        """Undoes `give` for a running request that becomes a victim later in the same step."""
-        if request.request_id not in self.num_scheduled_tokens:
-            return False
-        self.budget += self.num_scheduled_tokens.pop(request.request_id)
-        del self.new_blocks[request.request_id]
-        self.running.remove(request)
-        return True
+def make_kv_cache_manager(config: EngineConfig, *, journal: bool = False) -> KVCacheManager:
+    """The KV cache that a configuration describes."""
+    speculative = config.speculative
+    return KVCacheManager(
+        block_size=config.cache.block_size,
+        num_gpu_blocks=config.cache.num_gpu_blocks,
+        max_model_len=config.model.max_model_len,
+        enable_caching=config.cache.enable_prefix_caching,
+        speculative=speculative is not None,
+        drops_last_hit=speculative is not None and speculative.drops_last_hit,
+        free_order=config.rules.free_order,
+        journal=journal,
+    )
 
 
 class Scheduler:
@@ -62,34 +50,37 @@ class Scheduler:
 
     `plan_tokens`: put token ids into the plans (an executor or a recorder needs them); without them a prompt is
     known by its length only. `journal`: keep the changes of every block in `kv.pool.journal` until somebody
-    drains it.
+    drains it. `kv`: another manager than the configuration's.
     """
+
+    _counts_ahead = False
+    """Tokens of steps in flight are counted before they are there: `_tokens_arrived` wants to know."""
 
     def __init__(
         self,
         config: EngineConfig,
         policy: SchedulingPolicy | None = None,
         *,
+        kv: KVCacheManager | None = None,
         plan_tokens: bool = True,
         journal: bool = False,
     ) -> None:
         self.config = config
-        self.policy = policy or POLICIES[config.scheduler.policy]()
-        self.kv = KVCacheManager(
-            block_size=config.cache.block_size,
-            num_gpu_blocks=config.cache.num_gpu_blocks,
-            max_model_len=config.model.max_model_len,
-            enable_caching=config.cache.enable_prefix_caching,
-            journal=journal,
-        )
+        self.rules = config.rules
+        self.policy = policy or load_policy(config.scheduler.policy)
+        self.kv = kv or make_kv_cache_manager(config, journal=journal)
         self.waiting = make_queue(self.policy)
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
         """Every unfinished request."""
         self.finished_req_ids: set[str] = set()
         """Requests that ended since the last plan: the next one tells the worker."""
-        self._prev_step_ids: set[str] = set()
-        self._plan_tokens = plan_tokens
+        self._prev_step_ids: frozenset[str] = frozenset()
+        self._plans = PlanWriter(plan_tokens, config.scheduler.use_v2_model_runner)
+        self._asks_policy = getattr(type(self.policy), "may_admit", None) is not FCFS.may_admit
+        self._on_queued = getattr(self.policy, "on_queued", None)
+        self._on_scheduled = getattr(self.policy, "on_scheduled", None)
+        self._on_ended = getattr(self.policy, "on_ended", None)
 
     # ------------------------------------------------------------ requests in
 
@@ -98,6 +89,11 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request_id {request.request_id!r} is in use by an unfinished request")
         self.requests[request.request_id] = request
+        if self.kv.enable_caching:
+            # On arrival, as in vLLM: not while a step is waited for.
+            request.hash_prompt()
+        if self._on_queued is not None:
+            self._on_queued(request, now)
         self.waiting.add(request, now)
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
@@ -112,11 +108,13 @@ class Scheduler:
                 continue
             if request.status == RequestStatus.RUNNING:
                 self.running.remove(request)
-            else:
-                self.waiting.remove(request)
             self._end(request, status)
             ended.append(request)
         return ended
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content; False, with nothing changed, while any request holds a block."""
+        return self.kv.reset_prefix_cache()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -129,24 +127,28 @@ class Scheduler:
 
     def schedule(self, now: int) -> tuple[SchedulerOutput, ScheduleRecord]:
         """Decides one step at simulated time `now` (ns)."""
-        step = _Step(budget=self.config.scheduler.token_budget)
+        step = Step(budget=self.config.scheduler.token_budget)
         evictions = self.kv.pool.num_evictions
         self._running_pass(step, now)
+        if self._on_scheduled is not None:
+            for request in step.running:
+                self._on_scheduled(request, step.num_scheduled_tokens[request.request_id], now)
         if step.record.preempted:
-            self._note_wait(step, WaitReason.PREEMPTION)
+            self._note_wait(step, WaitReason.PREEMPTION, now)
         else:
-            self._waiting_pass(step)
-        plan = self._plan(step)
+            self._waiting_pass(step, now)
+        shared = self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0
+        plan = self._plans.plan(step, self._prev_step_ids, shared, self.finished_req_ids)
         self._count(step, evictions)
         self._advance(step)
         return plan, step.record
 
-    def _running_pass(self, step: _Step, now: int) -> None:
+    def _running_pass(self, step: Step, now: int) -> None:
         """Gives every running request its next tokens, preempting where blocks are short."""
         index = 0
-        while index < len(self.running) and step.budget > 0:
+        while (index := self._plain_decodes(step, index)) < len(self.running) and step.budget > 0:
             request = self.running[index]
-            num_tokens = self._next_tokens(request, step)
+            num_tokens = self._next_tokens(request, step.budget)
             if num_tokens == 0:
                 index += 1
                 continue
@@ -156,90 +158,160 @@ class Scheduler:
                 break
             step.give(request, num_tokens, blocks)
             step.running.append(request)
+            self._give_drafts(request, num_tokens, step)
             index += 1
 
-    def _next_tokens(self, request: Request, step: _Step) -> int:
-        num_tokens = self._clamp_long_prefill(request.num_tokens - request.num_computed_tokens)
+    def _plain_decodes(self, step: Step, index: int) -> int:
+        """Schedules one token each for the requests from `index` on that need nothing else; returns where they end.
+
+        Nine of ten rows are such: decodes inside a block and far from every limit (`Request.quiet_until`).
+        """
+        scheduled, rows = step.num_scheduled_tokens, step.running
+        stop = min(len(self.running), index + step.budget)
+        first = len(rows)
+        for request in islice(self.running, index, stop):
+            if request.num_computed_tokens >= request.quiet_until and not self.kv.fill_block(request):
+                break
+            scheduled[request.request_id] = 1
+            rows.append(request)
+        count = len(rows) - first
+        step.budget -= count
+        return index + count
+
+    def _next_tokens(self, request: Request, budget: int) -> int:
+        """Tokens, drafts included, that a running request gets if there is room for them."""
+        ahead = len(request.spec_token_ids) + request.num_output_placeholders
+        num_tokens = self._clamp_long_prefill(request.num_tokens + ahead - request.num_computed_tokens)
         room = self.config.model.max_model_len - 1 - request.num_computed_tokens
-        return min(num_tokens, step.budget, room)
+        return min(num_tokens, budget, room)
 
     def _clamp_long_prefill(self, num_tokens: int) -> int:
         threshold = self.config.scheduler.long_prefill_token_threshold
         return threshold if 0 < threshold < num_tokens else num_tokens
 
     def _grow(
-        self, request: Request, num_tokens: int, index: int, step: _Step, now: int
+        self, request: Request, num_tokens: int, index: int, step: Step, now: int
     ) -> tuple[list[int] | None, int]:
         """Blocks for a running request, at the cost of victims; None when it became a victim itself.
 
-        Also returns the request's place in `running`, which moves when a victim that had been scheduled before it
-        is removed. (0.22.0 does not move it for a victim that had not been scheduled.) The number of tokens stays
-        although victims may have given tokens back.
+        Also returns the request's place in `running`, which moves when a victim before it is removed. The number of
+        tokens stays although victims may have given tokens back.
         """
-        while (blocks := self.kv.allocate_slots(request, num_tokens)) is None:
+        lookahead = self.config.num_lookahead_tokens
+        while (blocks := self.kv.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)) is None:
             victim = self.policy.choose_victim(self.running, now)
-            if victim is self.running[-1]:
-                self.running.pop()
-            else:
-                self.running.remove(victim)
+            place = self._place(victim)
+            del self.running[place]
             unscheduled = step.take_back(victim)
-            if unscheduled:
+            # 0.22.0 moves the cursor only for a victim that had been scheduled; after another one it skips a request.
+            if unscheduled or (place < index and self.rules.keep_cursor):
                 index -= 1
             self._preempt(victim, unscheduled, step, now)
             if victim is request:
                 return None, index
         return blocks, index
 
-    def _preempt(self, request: Request, unscheduled: bool, step: _Step, now: int) -> None:
+    def _place(self, victim: Request) -> int:
+        """Where the victim stands in `running`: as a rule at the end."""
+        if victim is self.running[-1]:
+            return len(self.running) - 1
+        try:
+            return self.running.index(victim)
+        except ValueError:
+            raise ValueError(f"choose_victim returned {victim!r}, which is not running") from None
+
+    def _preempt(self, request: Request, unscheduled: bool, step: Step, now: int) -> None:
         """Recompute preemption: the request loses its blocks, keeps its outputs, and waits again."""
         step.record.preempted.append(
             Preemption(
                 request.request_id, request.num_computed_tokens, self.kv.num_blocks(request), unscheduled
             )
         )
+        if unscheduled and self.rules.forget_uncomputed_blocks:
+            self.kv.forget_uncomputed(request)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_tokens_ever_computed = max(request.num_tokens_ever_computed, request.num_computed_tokens)
+        known = min(request.num_computed_tokens, request.num_tokens)
+        request.num_tokens_ever_computed = max(request.num_tokens_ever_computed, known)
         request.num_computed_tokens = 0
+        request.spec_token_ids = []
         request.num_preemptions += 1
         self.waiting.put_back(request, now)
 
-    def _waiting_pass(self, step: _Step) -> None:
+    def _give_drafts(self, request: Request, num_tokens: int, step: Step) -> None:
+        """Schedules the drafts for which there is room in `num_tokens`; the others are dropped."""
+        if not request.spec_token_ids:
+            return
+        known = request.num_tokens + request.num_output_placeholders
+        num_drafts = num_tokens + request.num_computed_tokens - known
+        if num_drafts > 0:
+            step.spec_tokens[request.request_id] = request.spec_token_ids[:num_drafts]
+        request.spec_token_ids = []
+
+    def _waiting_pass(self, step: Step, now: int) -> None:
         """Admits from the head of the queue until something is short; nothing is ever skipped or preempted for it."""
         while self.waiting and step.budget > 0:
             if len(self.running) == self.config.scheduler.max_num_seqs:
-                return self._note_wait(step, WaitReason.SEATS)
-            request = self.waiting.peek()
-            hits = self._look_up(request, step)
-            num_tokens = self._clamp_long_prefill(request.num_tokens - len(hits) * self.kv.block_size)
-            if num_tokens > step.budget and not self.config.scheduler.enable_chunked_prefill:
-                return self._note_wait(step, WaitReason.BUDGET)
-            num_tokens = min(num_tokens, step.budget)
-            if self.config.scheduler.scheduler_reserve_full_isl and not self.kv.full_sequence_fits(
-                request, hits
-            ):
-                return self._note_wait(step, WaitReason.GATE)
-            if self.kv.allocate_slots(request, num_tokens, hits) is None:
-                return self._note_wait(step, WaitReason.BLOCKS)
-            self._admit(self.waiting.pop(), num_tokens, hits, step)
-        return self._note_wait(step, WaitReason.BUDGET)
+                return self._note_wait(step, WaitReason.SEATS, now)
+            request = self.waiting.peek(now)
+            reason = self._try_to_admit(request, step, now)
+            if reason is not None:
+                return self._note_wait(step, reason, now)
+        full = len(self.running) == self.config.scheduler.max_num_seqs
+        return self._note_wait(step, WaitReason.SEATS if full else WaitReason.BUDGET, now)
 
-    def _look_up(self, request: Request, step: _Step) -> list[int]:
-        """Prefix hits of the head of the queue, counted in every step that tries it, also when it is refused."""
+    def _try_to_admit(self, request: Request, step: Step, now: int) -> WaitReason | None:
+        """Admits the head of the queue, or says why not."""
+        if self._asks_policy and not self.policy.may_admit(request, self._admission_state(step, now)):
+            return WaitReason.POLICY
         hits = self.kv.get_computed_blocks(request)
-        if self.kv.enable_caching:
-            stats, tokens = step.record.prefix, len(hits) * self.kv.block_size
-            if request.num_preemptions:
-                stats.preempted_requests += 1
-                stats.preempted_queries += request.num_tokens
-                stats.preempted_hits += tokens
-            else:
-                stats.requests += 1
-                stats.queries += request.num_tokens
-                stats.hits += tokens
-        return hits
+        if self.rules.count_refused_lookups:
+            self._count_lookup(request, hits, step)
+        num_tokens = self._first_tokens(request, len(hits) * self.kv.block_size, step.budget)
+        if num_tokens is None:
+            return WaitReason.BUDGET
+        gate = self.config.scheduler.scheduler_reserve_full_isl
+        if gate and not self.kv.full_sequence_fits(request, hits):
+            # What keeps it out is the gate only where its first chunk would find room.
+            fits = self.kv.chunk_fits(request, num_tokens, hits)
+            return WaitReason.GATE if fits else WaitReason.BLOCKS
+        lookahead = self.config.num_lookahead_tokens if self.rules.lookahead_at_admission else 0
+        if self.kv.allocate_slots(request, num_tokens, hits, num_lookahead_tokens=lookahead) is None:
+            return WaitReason.BLOCKS
+        if not self.rules.count_refused_lookups:
+            self._count_lookup(request, hits, step)
+        self._admit(request, num_tokens, hits, step, now)
+        return None
 
-    def _admit(self, request: Request, num_tokens: int, hits: list[int], step: _Step) -> None:
+    def _first_tokens(self, request: Request, hit_tokens: int, budget: int) -> int | None:
+        """Tokens of a request's first chunk; None when it may not be chunked and does not fit the step."""
+        whole = request.num_tokens - hit_tokens
+        chunk = self._clamp_long_prefill(whole)
+        if not self.config.scheduler.enable_chunked_prefill:
+            asked = chunk if self.rules.threshold_before_chunk_check else whole
+            if asked > budget:
+                return None
+        return min(chunk, budget)
+
+    def _admission_state(self, step: Step, now: int) -> AdmissionState:
+        return AdmissionState(now, self.running, len(self.waiting), self.kv.pool.num_free, step.budget)
+
+    def _count_lookup(self, request: Request, hits: list[int], step: Step) -> None:
+        """Prefix-cache statistics of the head of the queue, counted in every step that tries it (0.22.0)."""
+        if not self.kv.enable_caching:
+            return
+        stats, tokens = step.record.prefix, len(hits) * self.kv.block_size
+        if request.num_preemptions:
+            stats.preempted_requests += 1
+            stats.preempted_queries += request.num_tokens
+            stats.preempted_hits += tokens
+        else:
+            stats.requests += 1
+            stats.queries += request.num_tokens
+            stats.hits += tokens
+
+    def _admit(self, request: Request, num_tokens: int, hits: list[int], step: Step, now: int) -> None:
+        self.waiting.remove(request)
         resumed = request.status == RequestStatus.PREEMPTED
         (step.resumed if resumed else step.new).append(request)
         table = self.kv.block_ids(request)
@@ -250,75 +322,36 @@ class Scheduler:
         step.record.admitted.append(
             Admission(request.request_id, resumed, request.num_computed_tokens, len(table))
         )
+        if self._on_scheduled is not None:
+            self._on_scheduled(request, num_tokens, now)
 
-    def _note_wait(self, step: _Step, reason: WaitReason) -> None:
+    def _note_wait(self, step: Step, reason: WaitReason, now: int) -> None:
         if self.waiting:
-            step.record.head = self.waiting.peek().request_id
+            step.record.head = self.waiting.peek(now).request_id
             step.record.head_reason = reason
 
-    # ------------------------------------------------------------ the plan
-
-    def _plan(self, step: _Step) -> SchedulerOutput:
-        return SchedulerOutput(
-            scheduled_new_reqs=[self._new_request_data(r, step) for r in step.new],
-            scheduled_cached_reqs=self._cached_request_data(step),
-            num_scheduled_tokens=step.num_scheduled_tokens,
-            total_num_scheduled_tokens=sum(step.num_scheduled_tokens.values()),
-            scheduled_spec_decode_tokens={},
-            num_common_prefix_blocks=[
-                self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0
-            ],
-            finished_req_ids=self.finished_req_ids,
-            preempted_req_ids={p.request_id for p in step.record.preempted},
-        )
-
-    def _new_request_data(self, request: Request, step: _Step) -> NewRequestData:
-        return NewRequestData(
-            req_id=request.request_id,
-            prompt_token_ids=request.prompt.token_ids() if self._plan_tokens else None,
-            sampling_params=request.sampling_params,
-            block_ids=(step.new_blocks[request.request_id],),
-            num_computed_tokens=request.num_computed_tokens,
-            num_prompt_tokens=request.num_prompt_tokens,
-        )
-
-    def _cached_request_data(self, step: _Step) -> CachedRequestData:
-        data = CachedRequestData()
-        for request in step.running + step.resumed:
-            blocks = step.new_blocks[request.request_id]
-            data.req_ids.append(request.request_id)
-            data.new_block_ids.append((blocks,) if blocks else None)
-            data.num_computed_tokens.append(request.num_computed_tokens)
-            data.num_output_tokens.append(request.num_output_tokens)
-            if self._plan_tokens and request.request_id not in self._prev_step_ids:
-                data.all_token_ids[request.request_id] = request.all_token_ids()
-        data.resumed_req_ids = {r.request_id for r in step.resumed}
-        return data
-
-    def _count(self, step: _Step, evictions_before: int) -> None:
+    def _count(self, step: Step, evictions_before: int) -> None:
         """Fills in the record's counts; progress has not been advanced yet."""
         record, pool = step.record, self.kv.pool
-        for request_id, num_tokens in step.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            if request.is_decoding:
-                record.decode_tokens += num_tokens
-                record.decode_rows += 1
-            else:
-                record.prefill_tokens += num_tokens
-            again = min(num_tokens, request.num_tokens_ever_computed - request.num_computed_tokens)
-            if again > 0:
-                record.recomputed[request_id] = again
+        step.count()
         record.running, record.waiting = len(self.running), len(self.waiting)
         record.cached_free_blocks = pool.num_cached_free
         record.free_blocks = pool.num_free - pool.num_cached_free
         record.used_blocks = self.config.cache.usable_blocks - pool.num_free
         record.evictions = pool.num_evictions - evictions_before
 
-    def _advance(self, step: _Step) -> None:
+    def _advance(self, step: Step) -> None:
         """Computed tokens run ahead of the execution; ended requests have now been reported."""
-        for request_id, num_tokens in step.num_scheduled_tokens.items():
-            self.requests[request_id].num_computed_tokens += num_tokens
-        self._prev_step_ids = set(step.num_scheduled_tokens)
+        scheduled = step.num_scheduled_tokens
+        # Running requests were scheduled before the admitted ones.
+        for request, num_tokens in zip(step.running, scheduled.values(), strict=False):
+            request.num_computed_tokens += num_tokens
+        for request in step.admitted():
+            request.num_computed_tokens += scheduled[request.request_id]
+        for request in step.asked.values():
+            known = request.num_tokens + request.num_output_placeholders
+            request.is_prefill_chunk = request.num_computed_tokens < known
+        self._prev_step_ids = frozenset(scheduled)
         self.finished_req_ids = set()
 
     # ------------------------------------------------------------ update
@@ -330,74 +363,126 @@ class Scheduler:
         sample there.
         """
         outputs = EngineCoreOutputs()
-        for request_id in plan.num_scheduled_tokens:
-            request = self.requests.get(request_id)
+        requests, drafts_of = self.requests, plan.scheduled_spec_decode_tokens
+        for request_id, tokens in _in_plan_order(plan, output):
+            request = requests.get(request_id)
             if request is None:
                 # Aborted while the step ran.
                 continue
-            tokens = output.sampled_token_ids[output.req_id_to_index[request_id]]
-            if tokens and request.num_computed_tokens < request.num_tokens:
-                left = request.num_tokens - request.num_computed_tokens
-                raise ValueError(
-                    f"the executor sampled for request {request_id!r}, which has {left} known tokens left to compute"
-                )
-            kept = self._append_until_stop(request, tokens)
-            if request.finished:
-                outputs.finished.append(request_id)
-            if kept:
-                outputs.outputs.append(
-                    EngineCoreOutput(request_id, kept, request.finish_reason, request.stop_reason)
-                )
+            if not tokens:
+                # No plain decode may follow a step that brought nothing.
+                request.quiet_until = 0
+                continue
+            if drafts_of and (drafts := drafts_of.get(request_id)):
+                self._reject(request, len(drafts) + 1 - len(tokens))
+            if (
+                len(tokens) == 1
+                and tokens[0] not in request.stop_tokens
+                and request.num_computed_tokens >= request.num_tokens < request.length_limit - 1
+            ):
+                # Nine of ten rows: one token that ends nothing.
+                request.output_token_ids.append(tokens[0])
+                request.num_tokens += 1
+                outputs.new_token_ids[request_id] = tokens
+                if self._counts_ahead:
+                    self._tokens_arrived(request, 1)
+            else:
+                outputs.new_token_ids[request_id] = self._take_tokens(request, tokens, outputs)
         if outputs.finished:
             self.running = [r for r in self.running if not r.finished]
         return outputs
 
-    def _append_until_stop(self, request: Request, tokens: list[int]) -> list[int]:
+    def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
+        """Takes in what was drafted after a step: to be verified in the next one. Ended requests are ignored."""
+        for request_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+            request = self.requests.get(request_id)
+            if request is not None:
+                request.spec_token_ids = [] if request.is_prefill_chunk else list(token_ids)
+
+    def _reject(self, request: Request, num_rejected: int) -> None:
+        """Rolls back drafts that turned out wrong; their slots are written again, surplus blocks stay."""
+        if request.num_computed_tokens > 0:
+            request.num_computed_tokens -= num_rejected
+
+    def _take_tokens(self, request: Request, tokens: list[int], outputs: EngineCoreOutputs) -> list[int]:
         """Appends a step's tokens one by one; what comes after a stop is dropped. Returns the tokens kept."""
+        if request.num_computed_tokens < request.num_tokens and request.status == RequestStatus.RUNNING:
+            left = request.num_tokens - request.num_computed_tokens
+            raise ValueError(
+                f"the executor sampled for request {request.request_id!r}, which has {left} known tokens left to compute"
+            )
         for count, token in enumerate(tokens, start=1):
-            request.append_output_token(token)
-            status = self._stop_status(request, token)
-            if status is not None:
-                self._end(request, status)
-                return tokens[:count]
+            request.output_token_ids.append(token)
+            request.num_tokens += 1
+            if token in request.stop_tokens or request.num_tokens >= request.length_limit:
+                status = self._stop_status(request, token)
+                if status is not None:
+                    self._tokens_arrived(request, count)
+                    self._end(request, status)
+                    outputs.finished[request.request_id] = Finish(FINISH_REASONS[status], request.stop_reason)
+                    return tokens[:count]
+        self._tokens_arrived(request, len(tokens))
         return tokens
 
+    def _tokens_arrived(self, request: Request, num_tokens: int) -> None:
+        """For schedulers that had counted on them (asynchronous scheduling)."""
+
     def _stop_status(self, request: Request, token: int) -> RequestStatus | None:
-        """min_tokens, end-of-sequence, stop ids, length: in this order (so an EOS on the last token is a stop)."""
-        params = request.sampling_params
-        if request.num_output_tokens < params.min_tokens:
+        """What ends the request with this token; below min_tokens nothing does (not even the length, in 0.22.0)."""
+        too_short = request.num_output_tokens < request.sampling_params.min_tokens
+        if too_short and not self.rules.length_outranks_min_tokens:
             return None
-        if token == request.eos_token_id:
-            return RequestStatus.FINISHED_STOPPED
-        if token in params.stop_token_ids:
-            request.stop_reason = token
-            return RequestStatus.FINISHED_STOPPED
-        full = request.num_tokens >= self.config.model.max_model_len
-        if full or request.num_output_tokens >= request.max_tokens:
-            return RequestStatus.FINISHED_LENGTH_CAPPED
+        for check in self.rules.stop_order:
+            if check is StopCheck.LENGTH:
+                if request.num_tokens >= request.length_limit:
+                    return RequestStatus.FINISHED_LENGTH_CAPPED
+            elif too_short:
+                continue
+            elif check is StopCheck.EOS:
+                if token == request.eos_token_id:
+                    return RequestStatus.FINISHED_STOPPED
+            elif token in request.sampling_params.stop_token_ids:
+                request.stop_reason = token
+                return RequestStatus.FINISHED_STOPPED
         return None
 
     def _end(self, request: Request, status: RequestStatus) -> None:
+        if request.status != RequestStatus.RUNNING:
+            self.waiting.remove(request)
         request.status = status
         self.kv.free(request)
         self.finished_req_ids.add(request.request_id)
         del self.requests[request.request_id]
+        if self._on_ended is not None:
+            self._on_ended(request)
 
     # ------------------------------------------------------------ the books
 
     def check_integrity(self) -> None:
         """Raises AssertionError when queues, requests and block tables disagree."""
-        self.kv.check_integrity()
         running, waiting = list(self.running), list(self.waiting)
+        self.kv.check_integrity(running + waiting)
         assert {id(r) for r in running + waiting} == {id(r) for r in self.requests.values()}, (
             "a request is lost"
         )
         assert len(running) + len(waiting) == len(self.requests), "a request stands twice"
         assert len(running) <= self.config.scheduler.max_num_seqs, "more requests run than there are seats"
         assert all(self.kv.num_blocks(r) == 0 for r in waiting), "a waiting request holds blocks"
+        # Blocks of rejected drafts are kept, and a drafter's slots lie ahead.
+        speculative = self.config.speculative
+        surplus = 2 * speculative.num_speculative_tokens if speculative else 0
         for request in running:
             slots = self.kv.num_blocks(request) * self.kv.block_size
             assert slots >= request.num_computed_tokens, f"{request} has no room for its computed tokens"
-            assert slots - request.num_computed_tokens < self.kv.block_size, (
+            assert slots - request.num_computed_tokens < self.kv.block_size + surplus, (
                 f"{request} holds blocks it does not need"
             )
+
+
+def _in_plan_order(plan: SchedulerOutput, output: ModelRunnerOutput) -> Iterator[tuple[str, list[int]]]:
+    """The sampled tokens of each request of the plan, in the plan's order whatever the executor's was."""
+    ids = list(plan.num_scheduled_tokens)
+    sampled = output.sampled_token_ids
+    if output.req_ids != ids:
+        sampled = [sampled[output.req_id_to_index[request_id]] for request_id in ids]
+    return zip(ids, sampled, strict=True)

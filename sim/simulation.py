@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from zlib import crc32
 
 import simpy
@@ -13,6 +13,7 @@ from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.engine_process import EngineProcess, StepObserver
 from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import HostModel
+from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import RequestSpec, Workload
 
@@ -30,16 +31,19 @@ def simulate(
     on_request: Callable[[RequestSpec], None] | None = None,
     on_step: StepObserver | None = None,
     vocab_size: int | None = None,
+    cache_resets_ns: Iterable[int] = (),
+    policy: SchedulingPolicy | None = None,
 ) -> int:
     """Serves `workload` to its end and closes the log, also when it ends early; returns the end in simulated ns.
 
     `vocab_size`: refuse requests with a token id outside it (None: any id will do).
+    `policy`: another than the configuration names. `cache_resets_ns`: when to ask for a prefix-cache reset.
     `plan_tokens`: put token ids into the plans (for an executor that needs them, or to save the plans).
     """
     env = simpy.Environment(0)
     engine = EngineProcess(
         env,
-        EngineCore(config.engine, plan_tokens=plan_tokens, journal=log_blocks),
+        EngineCore(config.engine, policy, plan_tokens=plan_tokens, journal=log_blocks),
         timer,
         workload,
         log,
@@ -49,6 +53,7 @@ def simulate(
         on_request=on_request,
         on_step=on_step,
         vocab_size=vocab_size,
+        cache_resets_ns=cache_resets_ns,
     )
     try:
         env.run(until=env.process(engine.run()))

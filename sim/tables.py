@@ -69,6 +69,11 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "preempted_query_tokens": "count",
         "preempted_hit_tokens": "count",
         "recomputed_tokens": "count",
+        "draft_tokens": "count",
+        "schedule_s": "time",
+        "prepare_start_s": "time",
+        "device_start_s": "time",
+        "end_s": "time",
     },
     "events": {
         "time_s": "time",

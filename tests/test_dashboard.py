@@ -23,8 +23,9 @@ from servetwin.dashboard import charts
 from servetwin.dashboard.launch import APP, PortError, serve
 from servetwin.sim.contract import CachedRequestData, ModelRunnerOutput, SchedulerOutput, StepResult
 from servetwin.sim.events import EventLog
-from servetwin.sim.records import Admission, EngineCoreOutput, EngineCoreOutputs, Frame, ScheduleRecord
+from servetwin.sim.records import Admission, EngineCoreOutputs, Finish, Frame, ScheduleRecord
 from servetwin.sim.runs import RunFolderError, RunWriter
+from servetwin.sim.timeline import StepTimes
 from servetwin.workloads import RequestSpec
 
 S = 1_000_000_000
@@ -43,10 +44,9 @@ def write_run(path: Path, state: str = "complete") -> Path:
         frame = Frame(n, n * S, SchedulerOutput([], cached, {"a": 1}, 1, {}, [0], set()), record)
         log.scheduled(frame)
         ended = n == 2
-        output = EngineCoreOutput("a", [7], "length" if ended else None)
-        outputs = EngineCoreOutputs(outputs=[output], finished=["a"] if ended else [])
+        outputs = EngineCoreOutputs({"a": [7]}, {"a": Finish("length", None)} if ended else {})
         result = StepResult(0, S, ModelRunnerOutput([], {}, []), "constant")
-        log.stepped(frame, result, 0, (n + 1) * S, outputs)
+        log.stepped(frame, result, StepTimes(0, n * S, n * S, (n + 1) * S), (n + 1) * S, outputs)
     log.close(3 * S)
     if state == "complete":
         writer.complete()

@@ -9,13 +9,14 @@ from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.records import (
     Admission,
     BlockChange,
-    EngineCoreOutput,
     EngineCoreOutputs,
+    Finish,
     Frame,
     Preemption,
     ScheduleRecord,
     WaitReason,
 )
+from servetwin.sim.timeline import StepTimes
 from servetwin.workloads import RequestSpec
 
 S = 1_000_000_000
@@ -50,9 +51,8 @@ class Story:
     def update(self, frame: Frame, at: int, *tokens: str, **finished: str) -> None:
         """The step ends: one token each for `tokens`; `finished` gives finish reasons."""
         result = StepResult(0, at * S - frame.start_ns, ModelRunnerOutput([], {}, []), "story")
-        given = [EngineCoreOutput(r, [7], finished.get(r)) for r in tokens]
-        outputs = EngineCoreOutputs(outputs=given, finished=list(finished))
-        self.log.stepped(frame, result, 0, at * S, outputs)
+        outputs = EngineCoreOutputs({r: [7] for r in tokens}, {r: Finish(f, None) for r, f in finished.items()})
+        self.log.stepped(frame, result, StepTimes(0, frame.start_ns, frame.start_ns, at * S), at * S, outputs)
 
     def step(self, start: int, end: int, *tokens: str, **finished: str) -> None:
         """A step in which every request of `tokens` computes and gets one token."""

@@ -235,6 +235,8 @@ def specs(request_id):
             ignore_eos=draw(st.none() | st.booleans()),
             abort_s=draw(st.none() | seconds),
             client_id=draw(st.none() | st.text(min_size=1)),
+            cache_salt=draw(st.none() | st.text(min_size=1)),
+            predicted_output_tokens=draw(st.none() | st.integers(1, 50_000)),
         )
 
     return build()
@@ -346,6 +348,8 @@ def without(name):
             "output_token_ids '3 ids': must be at most output_tokens (2)",
         ),
         ({**GOOD, "min_tokens": 3}, "request 'a': min_tokens 3 must be between 0 and output_tokens (2)"),
+        ({**GOOD, "cache_salt": ""}, "cache_salt '': must be a text, not empty"),
+        ({**GOOD, "predicted_output_tokens": 0}, "predicted_output_tokens 0: must be a whole number, 1"),
         ({**GOOD, "prompt_len": 3}, "field 'prompt_len': must be one of request_id, arrival_s"),
         ({**GOOD, "prompt_len": None}, "field 'prompt_len': must be one of request_id, arrival_s"),
         ({**GOOD, "arrival_s": None}, "arrival_s None: must be given"),
@@ -362,6 +366,39 @@ def test_a_damaged_jsonl_row_is_refused_with_row_field_value_and_what_is_allowed
     with pytest.raises(WorkloadError) as refusal:
         read_trace(path)
     assert str(refusal.value).startswith(f"{path}: row 2: {message}")
+
+
+@pytest.mark.parametrize("name", ["lora", "lora_name", "lora_request", "adapter", "adapter_id"])
+def test_a_request_for_an_adapter_is_refused_by_name(jsonl, name):
+    path = jsonl(GOOD, {**GOOD, "request_id": "b", name: "x"})
+    with pytest.raises(
+        WorkloadError, match=f"row 2: {name} 'x': must be left out: adapters are not modelled"
+    ):
+        read_trace(path)
+
+
+TWICE = '{"request_id": "b", "arrival_s": 0, "prompt_tokens": 4, "output_tokens": 2, '
+
+
+@pytest.mark.parametrize(
+    ("end", "name", "value"),
+    [
+        ('"priority": 1, "priority": 0}', "priority", "0"),
+        ('"output_tokens": 2}', "output_tokens", "2"),
+        ('"client_id": null, "client_id": "c:d"}', "client_id", "'c:d'"),
+        ('"turn": {"turn": 1}, "turn": 1}', "turn", "1"),
+        ('"t\\u0075rn": 1, "turn": 1}', "turn", "1"),
+    ],
+)
+def test_a_field_given_twice_is_refused(jsonl, end, name, value):
+    with pytest.raises(WorkloadError) as refusal:
+        read_trace(jsonl(GOOD, TWICE + end))
+    assert str(refusal.value).endswith(f"row 2: {name} {value}: must be given once; the row has it twice")
+
+
+def test_colons_and_names_of_fields_inside_texts_are_no_second_field(jsonl):
+    row = {**GOOD, "session_id": '"priority": 1, "priority": 2', "client_id": "::"}
+    assert read_trace(jsonl(row)).requests[0].session_id == row["session_id"]
 
 
 def test_a_long_damaged_value_is_shortened_in_the_message(jsonl):

@@ -57,6 +57,11 @@ class RequestSpec:
     abort_s: float | None = None
     """When the client gives up, seconds since the start of the workload."""
     client_id: str | None = None
+    """Who sent it; fair scheduling shares between clients."""
+    cache_salt: str | None = None
+    """Prompts share KV blocks only with the same salt (None: with others that have none), as in vLLM."""
+    predicted_output_tokens: int | None = None
+    """What a length predictor says, >= 1; a scheduling policy may use it, the engine never does."""
     source_row: int | None = None
     """1-based data row in the file it came from, for messages."""
 
@@ -72,6 +77,10 @@ class RequestSpec:
         for name in ("prompt_tokens", "output_tokens"):
             if not 1 <= getattr(self, name) <= MAX_TOKENS:
                 yield name, f"must be between 1 and {MAX_TOKENS:,}"
+        if self.predicted_output_tokens is not None and not 1 <= self.predicted_output_tokens <= MAX_TOKENS:
+            yield "predicted_output_tokens", f"must be between 1 and {MAX_TOKENS:,}"
+        if self.cache_salt == "":
+            yield "cache_salt", "must be a text, not empty"
         if abs(self.priority) > MAX_PRIORITY:
             yield "priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
         for name in ("prompt_token_ids", "output_token_ids", "stop_token_ids"):

@@ -9,9 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from servetwin.sim.commands.compat import rules
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.show import say
+from servetwin.sim.commands.speculation import speculative
 from servetwin.sim.config import (
     ASSUMED_MAX_MODEL_LEN,
     ASSUMED_NUM_GPU_BLOCKS,
@@ -21,14 +23,18 @@ from servetwin.sim.config import (
     ExecutorOptions,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
 )
 from servetwin.sim.contract import StepTimer
 from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.plugins import load
+from servetwin.sim.policy import load_policy
 from servetwin.sim.scenario import explain
+from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import seconds_to_ns
+from servetwin.sim.vllm_args import resolve_long_prefill_token_threshold
 
 MIN_STEP_TIME_S, MAX_STEP_TIME_S = 1e-9, 86_400.0
 """The clock counts whole nanoseconds, and a day is more than any step."""
@@ -52,19 +58,22 @@ class Engine:
 
 def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, seed: int) -> Engine:
     """The engine that the flags name. Raises UsageError (or another ValueError with a message for its user)."""
-    if flags.async_scheduling:
-        raise UsageError(
-            "--async-scheduling is not supported yet: schedules are synchronous (--no-async-scheduling)"
-        )
+    drafting, without_effect = speculative(flags.speculative_config)
+    if without_effect:
+        say(f"--speculative-config: no effect here: {', '.join(without_effect)}")
+    load_policy(flags.scheduling_policy)
+    rules(flags)
     try:
         if executor == "constant":
-            return _constant_engine(flags, step_time_s, seed)
-        return _executor_engine(flags, executor, step_time_s, seed)
+            return _constant_engine(flags, step_time_s, seed, drafting)
+        return _executor_engine(flags, executor, step_time_s, seed, drafting)
     except ValidationError as e:
         raise UsageError(explain(e)) from e
 
 
-def _constant_engine(flags: EngineFlags, step_time_s: float | None, seed: int) -> Engine:
+def _constant_engine(
+    flags: EngineFlags, step_time_s: float | None, seed: int, drafting: SpeculativeConfig | None
+) -> Engine:
     if step_time_s is None:
         raise UsageError("--executor constant needs --step-time-s: the seconds every step takes")
     if not MIN_STEP_TIME_S <= step_time_s <= MAX_STEP_TIME_S:
@@ -81,9 +90,11 @@ def _constant_engine(flags: EngineFlags, step_time_s: float | None, seed: int) -
     num_gpu_blocks = flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS
     model, assumed = _assumed_model(flags, num_gpu_blocks)
     tokens = TokenSource(model.vocab_size, seed)
+    config = _engine_config(flags, model, num_gpu_blocks, drafting, _asynchronous(flags, drafting))
+    step_model = ConstantStepModel(seconds_to_ns(step_time_s))
     return Engine(
-        config=_engine_config(flags, model, num_gpu_blocks),
-        timer=ModelledStepTimer(ConstantStepModel(seconds_to_ns(step_time_s)), tokens, "constant"),
+        config=config,
+        timer=ModelledStepTimer(step_model, tokens, "constant", _draft_model(flags, config, tokens, seed)),
         tokens=tokens,
         runs_a_model=False,
         assumed=assumed,
@@ -91,7 +102,13 @@ def _constant_engine(flags: EngineFlags, step_time_s: float | None, seed: int) -
     )
 
 
-def _executor_engine(flags: EngineFlags, name: str, step_time_s: float | None, seed: int) -> Engine:
+def _executor_engine(
+    flags: EngineFlags, name: str, step_time_s: float | None, seed: int, drafting: SpeculativeConfig | None
+) -> Engine:
+    if drafting is not None or flags.draft_acceptance_rate is not None:
+        raise UsageError(
+            f"speculative decoding goes with modelled step times only: --executor {name} does not verify drafts"
+        )
     if name == "torch":
         _check_torch_flags(flags, step_time_s)
         say(f"loading {flags.model}")
@@ -111,7 +128,7 @@ def _executor_engine(flags: EngineFlags, name: str, step_time_s: float | None, s
     if model is None:
         model, assumed = _assumed_model(flags, num_gpu_blocks)
     return Engine(
-        config=_engine_config(flags, model, num_gpu_blocks),
+        config=_engine_config(flags, model, num_gpu_blocks, None, _asynchronous(flags, None, timer)),
         timer=timer,
         tokens=TokenSource(model.vocab_size, seed),
         runs_a_model=True,
@@ -180,18 +197,60 @@ def _assumed_model(flags: EngineFlags, num_gpu_blocks: int) -> tuple[ModelConfig
 def _limits(flags: EngineFlags, max_model_len: int) -> tuple[int, int]:
     """(max_num_seqs, max_num_batched_tokens) with vLLM's defaults where they were not given."""
     tokens = flags.max_num_batched_tokens
+    factor = 2 if flags.performance_mode == "throughput" else 1
     if tokens is None:
         # Without chunked prefill a step must hold the longest prompt.
-        tokens = DEFAULT_MAX_NUM_BATCHED_TOKENS
+        tokens = DEFAULT_MAX_NUM_BATCHED_TOKENS * factor
         if not flags.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
     seqs = flags.max_num_seqs
     if seqs is None:
-        seqs = min(DEFAULT_MAX_NUM_SEQS, tokens)
+        seqs = min(DEFAULT_MAX_NUM_SEQS * factor, tokens)
     return seqs, tokens
 
 
-def _engine_config(flags: EngineFlags, model: ModelConfig, num_gpu_blocks: int) -> EngineConfig:
+def _asynchronous(flags: EngineFlags, drafting: SpeculativeConfig | None, timer: object = None) -> bool:
+    """On by default as in vLLM 0.22.0; off, with a line that says why, where something forbids it."""
+    reason = None
+    if drafting is not None and drafting.forbids_async_scheduling:
+        reason = f"the {drafting.method} drafter needs the tokens that it leaves in the worker"
+    elif not getattr(timer, "supports_async_scheduling", True):
+        reason = "the executor does not support it"
+    if reason is None:
+        return flags.async_scheduling is not False
+    if flags.async_scheduling:
+        raise UsageError(f"--async-scheduling: {reason}")
+    if flags.async_scheduling is None:
+        say(f"asynchronous scheduling is off: {reason}")
+    return False
+
+
+def _draft_model(flags: EngineFlags, config: EngineConfig, tokens: TokenSource, seed: int) -> DraftModel | None:
+    rate, drafting = flags.draft_acceptance_rate, config.speculative
+    if drafting is None:
+        if rate is not None:
+            raise UsageError("--draft-acceptance-rate has no effect without --speculative-config")
+        return None
+    if rate is None or not 0 <= rate <= 1:
+        raise UsageError(
+            f"--speculative-config needs --draft-acceptance-rate between 0 and 1 (no model verifies drafts), got {rate}"
+        )
+    return DraftModel(
+        tokens,
+        num_speculative_tokens=drafting.num_speculative_tokens,
+        acceptance_rate=rate,
+        reports_drafts=not config.scheduler.async_scheduling,
+        seed=seed,
+    )
+
+
+def _engine_config(
+    flags: EngineFlags,
+    model: ModelConfig,
+    num_gpu_blocks: int,
+    drafting: SpeculativeConfig | None,
+    asynchronous: bool,
+) -> EngineConfig:
     num_seqs, num_batched_tokens = _limits(flags, model.max_model_len)
     return EngineConfig(
         model=model,
@@ -203,10 +262,31 @@ def _engine_config(flags: EngineFlags, model: ModelConfig, num_gpu_blocks: int) 
         scheduler=SchedulerConfig(
             max_num_seqs=num_seqs,
             max_num_batched_tokens=num_batched_tokens,
-            max_num_scheduled_tokens=flags.max_num_scheduled_tokens,
+            max_num_scheduled_tokens=_token_cap(flags, drafting, num_seqs, num_batched_tokens),
             enable_chunked_prefill=flags.enable_chunked_prefill,
-            long_prefill_token_threshold=flags.long_prefill_token_threshold,
+            long_prefill_token_threshold=resolve_long_prefill_token_threshold(
+                flags.long_prefill_token_threshold, flags.max_num_partial_prefills, model.max_model_len
+            ),
             policy=flags.scheduling_policy,
             scheduler_reserve_full_isl=flags.scheduler_reserve_full_isl,
+            async_scheduling=asynchronous,
+            use_v2_model_runner=flags.use_v2_model_runner,
         ),
+        speculative=drafting,
+        rules=rules(flags),
     )
+
+
+def _token_cap(
+    flags: EngineFlags, drafting: SpeculativeConfig | None, num_seqs: int, num_batched_tokens: int
+) -> int | None:
+    """max_num_scheduled_tokens; a drafter that adds tokens to the model's batch takes them off the budget."""
+    if flags.max_num_scheduled_tokens is not None or drafting is None or not drafting.extra_slots_per_seq:
+        return flags.max_num_scheduled_tokens
+    left = num_batched_tokens - drafting.extra_slots_per_seq * num_seqs
+    if left < 1:
+        raise UsageError(
+            f"max_num_batched_tokens {num_batched_tokens} leaves no room: method {drafting.method} takes "
+            f"{drafting.extra_slots_per_seq} token of it for each of max_num_seqs {num_seqs} requests"
+        )
+    return left

@@ -15,7 +15,7 @@ from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.show import print_json
 from servetwin.sim.config import ExecutorOptions
-from servetwin.sim.contract import SchedulerOutput, StepResult, StepTimer, from_json
+from servetwin.sim.contract import SamplingParams, SchedulerOutput, StepResult, StepTimer, from_json
 from servetwin.sim.plugins import load
 from servetwin.sim.runs import PLANS, RunFolderError, RunWriter, read_json_lines, read_run
 from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
@@ -65,7 +65,8 @@ def carry_out(request: ExecuteRequest) -> int:
         overwrite=request.overwrite,
         save_tokens=request.save_tokens,
     )
-    execution = _Execution(writer, request.save_tokens)
+    eos_token_id = getattr(getattr(executor, "model_config", None), "eos_token_id", None)
+    execution = _Execution(writer, request.save_tokens, eos_token_id)
     try:
         with StopRequest() as stop:
             execution.run(plans, executor, stop)
@@ -156,10 +157,38 @@ class _StepRows:
         return pa.Table.from_pylist(self.rows, schema=arrow_schema(SCHEMAS["steps"]))
 
 
+class StopRules:
+    """Ends requests as the scheduler does. A plan made before the end was known may still compute for them."""
+
+    def __init__(self, eos_token_id: int | None) -> None:
+        self._eos_token_id = eos_token_id
+        self._params: dict[str, SamplingParams] = {}
+        self._ended: set[str] = set()
+
+    def read(self, plan: SchedulerOutput) -> None:
+        for request_id in plan.finished_req_ids:
+            self._params.pop(request_id, None)
+            self._ended.discard(request_id)
+        self._params |= {r.req_id: r.sampling_params for r in plan.scheduled_new_reqs}
+
+    def kept(self, request_id: str, num_output_tokens: int, sampled: list[int]) -> list[int]:
+        """The tokens that the request gets: those up to its stop token."""
+        if request_id in self._ended:
+            return []
+        params = self._params[request_id]
+        for count, token in enumerate(sampled, start=1):
+            eos = token == self._eos_token_id and not params.ignore_eos
+            long_enough = num_output_tokens + count >= params.min_tokens
+            if long_enough and (eos or token in params.stop_token_ids):
+                self._ended.add(request_id)
+                return sampled[:count]
+        return sampled
+
+
 class _Execution:
     """Runs plans and collects their rows."""
 
-    def __init__(self, writer: RunWriter, save_tokens: bool) -> None:
+    def __init__(self, writer: RunWriter, save_tokens: bool, eos_token_id: int | None) -> None:
         self._writer = writer
         self._save_tokens = save_tokens
         self._steps = _StepRows()
@@ -168,10 +197,12 @@ class _Execution:
         self._num_steps = 0
         self._num_tokens = 0
         self._reader = PlanReader()
+        self._stops = StopRules(eos_token_id)
 
     def run(self, plans: Iterator[SchedulerOutput], executor: StepTimer, stop: StopRequest) -> None:
         for plan in plans:
             result = executor.run(plan)
+            self._stops.read(plan)
             self._note(self._reader.rows(plan), result)
             stop.raise_if_asked()
 
@@ -198,6 +229,10 @@ class _Execution:
                 "prepare_s": ns_to_seconds(result.prepare_ns),
                 "device_s": ns_to_seconds(result.device_ns),
                 "host_s": 0.0,
+                "schedule_s": 0.0,
+                "prepare_start_s": ns_to_seconds(self._now_ns),
+                "device_start_s": ns_to_seconds(self._now_ns + result.prepare_ns),
+                "end_s": ns_to_seconds(self._now_ns + result.prepare_ns + result.device_ns),
                 "source": result.source,
                 "prefill_tokens": sum(r.num_scheduled_tokens for r in rows) - decode_tokens,
                 "decode_tokens": decode_tokens,
@@ -208,7 +243,8 @@ class _Execution:
         self._num_steps += 1
         self._now_ns += result.prepare_ns + result.device_ns
         for row in rows:
-            tokens = result.output.sampled_token_ids[result.output.req_id_to_index[row.request_id]]
+            sampled = result.output.sampled_token_ids[result.output.req_id_to_index[row.request_id]]
+            tokens = self._stops.kept(row.request_id, row.num_output_tokens, sampled)
             self._num_tokens += len(tokens)
             for index, token in enumerate(tokens, start=row.num_output_tokens):
                 self._tokens.append(row.request_id, index, token, self._now_ns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,35 +9,20 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
+from servetwin.sim.human_readable import human_readable_int
+
 RUN = Group("Run", sort_key=0)
 LOAD = Group("Load", sort_key=1)
 MODEL = Group("Model", sort_key=2)
 CACHE = Group("KV cache", sort_key=3)
 SCHEDULER = Group("Scheduler", sort_key=4)
-SAMPLING = Group("Sampling (executor torch)", sort_key=5)
-
-_SUFFIXES = {
-    "": 1,
-    **{s: 10 ** (3 * i) for i, s in enumerate("kmgt", start=1)},
-    **{s: 2 ** (10 * i) for i, s in enumerate("KMGT", start=1)},
-}
-_NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)([kmgtKMGT]?)")
-
+SPECULATION = Group("Speculative decoding", sort_key=5)
+COMPAT = Group("Fidelity to vLLM (default of the corrections: as --vllm-compat says)", sort_key=6)
+SAMPLING = Group("Sampling (executor torch)", sort_key=7)
 
 def whole_number(type_: Any, tokens: Sequence[Token]) -> int:
     """An integer as vLLM's parser takes it: 32k = 32,000; 32K = 32,768; 25.6k is legal, 25.6K is not."""
-    text = tokens[0].value
-    match = _NUMBER.fullmatch(text.replace("_", "").replace(",", ""))
-    if match is None:
-        raise ValueError(f"{text!r} is not a whole number (suffixes k m g t are decimal, K M G T binary)")
-    number, suffix = match.groups()
-    if "." not in number:
-        return int(number) * int(_SUFFIXES[suffix])
-    if suffix not in ("k", "m", "g", "t"):
-        raise ValueError(
-            f"{text!r} is not a whole number; a decimal point goes only with the suffixes k m g t"
-        )
-    return round(float(number) * int(_SUFFIXES[suffix]))
+    return human_readable_int(tokens[0].value)
 
 
 def _int(group: Group, text: str, name: str | None = None) -> Parameter:
@@ -85,6 +69,10 @@ class RunFlags:
         str, _flag(RUN, "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf.")
     ] = "vllm-bench"
     json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
+    reset_prefix_cache_at: Annotated[
+        tuple[float, ...],
+        _flag(RUN, "Simulated seconds at which to empty the prefix cache (works only while no request holds a block)."),
+    ] = ()
     seed: Annotated[int, _flag(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
 
 
@@ -167,11 +155,70 @@ class EngineFlags:
         int, _int(SCHEDULER, "Longest piece of a prompt per step, in tokens; 0 is off.")
     ] = 0
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], _flag(SCHEDULER, "Order of admission and choice of preemption victims.")
+        str,
+        _flag(
+            SCHEDULER,
+            "Order of admission and choice of preemption victims: fcfs, priority, sjf (shortest predicted output first, "
+            "with ageing), fair (between client_ids by tokens served), or module:Class of your own.",
+        ),
     ] = "fcfs"
     scheduler_reserve_full_isl: Annotated[
         bool, _flag(SCHEDULER, "Admit a request only when all its known tokens fit (the full-sequence gate).")
     ] = True
     async_scheduling: Annotated[
-        bool, _flag(SCHEDULER, "Schedule a step while the previous one runs. Not supported yet: refused.")
+        bool | None,
+        _flag(
+            SCHEDULER,
+            "Schedule a step while the previous one runs (default: on, as in vLLM, unless the drafter or the executor "
+            "forbids it).",
+        ),
+    ] = None
+    performance_mode: Annotated[
+        Literal["balanced", "throughput"],
+        _flag(SCHEDULER, "throughput: twice the default max_num_seqs and max_num_batched_tokens."),
+    ] = "balanced"
+    use_v2_model_runner: Annotated[
+        bool, _flag(SCHEDULER, "Plans report resumed requests as new ones (VLLM_USE_V2_MODEL_RUNNER of vLLM).")
     ] = False
+    max_num_partial_prefills: Annotated[int, Parameter(parse=False)] = 1
+    """Only through --vllm-args: nothing in 0.22.0 reads it but the default of the threshold."""
+    speculative_config: Annotated[
+        str | None,
+        _flag(
+            SPECULATION,
+            'Speculative decoding as JSON, e.g. {"method": "eagle", "num_speculative_tokens": 3}; methods: ngram, '
+            "eagle, draft_model.",
+        ),
+    ] = None
+    draft_acceptance_rate: Annotated[
+        float | None,
+        _flag(SPECULATION, "Probability (0 to 1) that a draft is right, each for itself; where no model verifies drafts."),
+    ] = None
+    vllm_compat: Annotated[
+        str,
+        _flag(
+            COMPAT,
+            "Release whose decisions are taken, and how: 0.22:exact (to the letter), 0.22:safe (its known defects "
+            "corrected); exact and safe alone will do.",
+        ),
+    ] = "0.22:exact"
+    forget_uncomputed_blocks: Annotated[
+        bool | None, _flag(COMPAT, "Correction: no prefix hits on blocks of a step that a victim was taken out of.")
+    ] = None
+    keep_cursor: Annotated[
+        bool | None, _flag(COMPAT, "Correction: a preemption under priority makes no running request lose its turn.")
+    ] = None
+    length_outranks_min_tokens: Annotated[
+        bool | None, _flag(COMPAT, "Correction: the end of the context window ends a request also below min_tokens.")
+    ] = None
+    null_block_is_no_room: Annotated[
+        bool | None, _flag(COMPAT, "Correction: the reserved block does not count when the pool's size is checked.")
+    ] = None
+    vllm_args: Annotated[
+        str | None,
+        Parameter(
+            group=MODEL,
+            allow_leading_hyphen=True,
+            help='A `vllm serve` command line, e.g. "serve MODEL --max-num-seqs 64"; flags of our own win over it.',
+        ),
+    ] = None

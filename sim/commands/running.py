@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -20,6 +20,7 @@ from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, results_console, say
+from servetwin.sim.commands.vllm_merge import with_vllm_args
 from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
@@ -29,7 +30,9 @@ from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.runs import RunWriter, check_room, read_run
 from servetwin.sim.simulation import simulate
 from servetwin.sim.tables import Tables
+from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads import PRESETS, ListWorkload, RequestSpec, open_workload
+from servetwin.workloads.spec import MAX_TIME_S
 from servetwin.workloads.traces.jsonl import to_jsonl
 
 LOG_BLOCKS_BELOW_REQUESTS = 50_000
@@ -47,9 +50,22 @@ class RunRequest:
     quiet: bool = False
     """Print nothing on stdout: the caller shows the results."""
 
+    def with_vllm_args(self) -> RunRequest:
+        """The same with what --vllm-args says, which is told where it has no effect. Raises UsageError."""
+        if self.engine.vllm_args is None:
+            return self
+        runs_a_model = self.flags.executor != "constant"
+        engine, notes = with_vllm_args(self.engine, self.engine.vllm_args, runs_a_model=runs_a_model)
+        for note in notes:
+            say(note)
+        return replace(self, engine=engine)
+
     def check(self) -> None:
         """Raises UsageError for what can be seen before anything is built."""
         flags = self.flags
+        for time_s in flags.reset_prefix_cache_at:
+            if not 0 <= time_s < MAX_TIME_S:
+                raise UsageError(f"--reset-prefix-cache-at {time_s} must be seconds, 0 or more")
         if flags.executor is None:
             raise UsageError(
                 "--executor is missing: torch (with --model), constant (with --step-time-s), or module:attribute"
@@ -82,6 +98,7 @@ class RunRequest:
 
 def carry_out(request: RunRequest) -> int:
     """Runs it and returns the exit code."""
+    request = request.with_vllm_args()
     request.check()
     flags, load = request.flags, request.load
     workload = open_workload(request.workload, load.num_prompts, load.request_rate, flags.seed)
@@ -121,6 +138,8 @@ def _engine_line(config: EngineConfig) -> str:
         "chunked prefill": scheduler.enable_chunked_prefill,
         "full-sequence gate": scheduler.scheduler_reserve_full_isl,
     }
+    spec = config.speculative
+    drafts = [f"{spec.num_speculative_tokens} drafts ({spec.method})"] if spec else []
     off = [f"no {name}" for name, on in switches.items() if not on]
     return ", ".join(
         [
@@ -129,7 +148,10 @@ def _engine_line(config: EngineConfig) -> str:
             f"{scheduler.max_num_seqs:,} seats",
             f"{scheduler.token_budget:,} tokens per step",
             scheduler.policy,
+            "asynchronous scheduling" if scheduler.async_scheduling else "synchronous scheduling",
+            *drafts,
             *off,
+            *(f"corrected: {name}" for name in config.rules.corrections),
         ]
     )
 
@@ -164,6 +186,7 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
             on_request=recorder.request,
             on_step=on_step,
             vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
+            cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
         )
         progress.done(end_ns)
     return recorder.summary
@@ -198,6 +221,8 @@ def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         num_prompts=load.num_prompts,
+        draft_acceptance_rate=request.engine.draft_acceptance_rate,
+        reset_prefix_cache_at=flags.reset_prefix_cache_at,
         assumed=engine.assumed,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult
+from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.features import Ints, StepFeatures, StepModel, features_of
 from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
 from servetwin.sim.token_source import TokenSource
@@ -29,10 +30,13 @@ class ConstantStepModel:
 
 
 class ModelledStepTimer:
-    """A StepTimer made of a step model and a source of tokens. Raises ValueError for a step of no duration."""
+    """A StepTimer made of a step model, a source of tokens and, where drafts are verified, their model. Raises ValueError for a step of no duration."""
 
-    def __init__(self, model: StepModel, tokens: TokenSource, source: str) -> None:
+    def __init__(
+        self, model: StepModel, tokens: TokenSource, source: str, drafts: DraftModel | None = None
+    ) -> None:
         self._model = model
+        self._drafts = drafts
         self._tokens = tokens
         self._source = source
         self._reader = PlanReader()
@@ -45,7 +49,10 @@ class ModelledStepTimer:
                 f"the step model {self._source!r} gives {duration} ns for a step of "
                 f"{plan.total_num_scheduled_tokens} tokens; a step with tokens must take at least 1 ns"
             )
-        return StepResult(prepare_ns=0, device_ns=duration, output=self._output(rows), source=self._source)
+        if self._drafts is None:
+            return StepResult(0, duration, self._output(rows), self._source)
+        output, draft_token_ids = self._drafts.run(plan, rows)
+        return StepResult(0, duration, output, self._source, draft_token_ids=draft_token_ids)
 
     def _output(self, rows: list[PlanRow]) -> ModelRunnerOutput:
         return ModelRunnerOutput(

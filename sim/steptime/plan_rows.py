@@ -43,7 +43,7 @@ class PlanReader:
         progress: dict[str, tuple[int, int]] = {}
         for new in plan.scheduled_new_reqs:
             self._prompt_tokens[new.req_id] = new.num_prompt_tokens
-            progress[new.req_id] = (new.num_computed_tokens, 0)
+            progress[new.req_id] = (new.num_computed_tokens, new.num_output_tokens)
         cached = plan.scheduled_cached_reqs
         for request_id, computed, outputs in zip(
             cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True

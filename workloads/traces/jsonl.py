@@ -1,11 +1,13 @@
 """Our own trace format, one JSON object a line: every field of a RequestSpec but its source row.
 
 Written and read back without loss. Times stand as written: the file has its own time 0. Fields that hold
-their default may be left out, or null; unknown fields are refused, since they would be ignored silently.
+their default may be left out, or null; unknown fields are refused, since they would be ignored silently, and so
+are fields given twice.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
@@ -67,7 +69,11 @@ FIELDS: dict[str, _Kind] = {
     "ignore_eos": _SWITCH,
     "abort_s": _SECONDS,
     "client_id": _NAME,
+    "cache_salt": _NAME,
+    "predicted_output_tokens": _COUNT,
 }
+ADAPTER_FIELDS = frozenset({"adapter", "adapter_id", "lora", "lora_name", "lora_request"})
+"""Names under which other tools ask for an adapter."""
 REQUIRED = ("request_id", "arrival_s", "output_tokens")
 _DEFAULTS = {f.name: f.default for f in fields(RequestSpec) if f.default is not MISSING}
 
@@ -113,7 +119,9 @@ def _read(path: str, lines: Iterator[str]) -> Trace:
     first_row_of: dict[str, int] = {}
     rows = (line for line in lines if line.strip())
     for number, line in enumerate(rows, start=1):
-        spec = _request(path, number, _parse(path, number, line))
+        row = _parse(path, number, line)
+        spec = _request(path, number, row)
+        _check_given_once(path, number, line, row)
         before = first_row_of.setdefault(spec.request_id, number)
         if before != number:
             raise row_error(path, number, "request_id", spec.request_id, f"unique; row {before} has it too")
@@ -136,6 +144,8 @@ def _request(path: str, number: int, row: dict[str, Any]) -> RequestSpec:
     values: dict[str, Any] = {}
     for name, value in row.items():
         kind = FIELDS.get(name)
+        if name in ADAPTER_FIELDS:
+            raise row_error(path, number, name, value, "left out: adapters are not modelled")
         if kind is None:
             raise row_error(path, number, "field", name, f"one of {', '.join(FIELDS)}")
         if value is None:
@@ -151,6 +161,19 @@ def _request(path: str, number: int, row: dict[str, Any]) -> RequestSpec:
         return RequestSpec(**values, source_row=number)
     except WorkloadError as e:
         raise WorkloadError(f"{path}: row {number}: {e}") from e
+
+
+def _check_given_once(path: str, number: int, line: str, row: dict[str, Any]) -> None:
+    """Refuses a field given twice, of which orjson keeps the last. `row` has been checked: it nests nothing."""
+    # A field needs a colon of its own, so as many colons as fields leave none for a second one.
+    if line.count(":") == len(row):
+        return
+    pairs: list[tuple[str, Any]] = json.loads(line, object_pairs_hook=list)
+    seen: set[str] = set()
+    for name, value in pairs:
+        if name in seen:
+            raise row_error(path, number, name, value, "given once; the row has it twice")
+        seen.add(name)
 
 
 def _check_tokens(path: str, number: int, values: dict[str, Any]) -> None:

@@ -1,0 +1,214 @@
+"""The life of one request, told from the tables of a run: what happened when, why it waited, where its time went.
+
+Pure: tables in, a `Story` out. `explain_life` collects the rows, `explain_waits` knows what each wait means,
+`explain_text` lays the story out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from servetwin.sim.config import EngineConfig
+from servetwin.sim.explain_life import LATENCIES, Event, Life, read_life
+from servetwin.sim.explain_waits import Circumstances, counted
+from servetwin.sim.tables import Tables
+from servetwin.sim.units import NS_PER_S, ns_to_seconds
+
+WAITING, BEFORE_FIRST_TOKEN, DECODING = "waiting", "running before the first token", "decoding"
+RUNNING, PREEMPTED = "running", "preempted"
+STEP_BOUNDARY, NOT_LOGGED = "step boundary", "not in the log"
+"""Beside the reasons of the log: the engine takes requests in between two steps only; a killed run knows no more."""
+
+ORDER_AT_ONE_INSTANT = (
+    "arrived", "queued", "first token", "finished", "aborted", "refused", "scheduled", "resumed", "preempted", "wait",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to the request."""
+
+    time_ns: int
+    kind: str
+    """A kind of the events table, or "queued", "first token", "log ends"."""
+    text: str
+    until_ns: int | None = None
+    """Waits only."""
+    reason: str | None = None
+    """Waits only, as in the events table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A share of the request's time. The phases of a story add up to its `total_ns`."""
+
+    name: str
+    reason: str | None
+    """Why it waited, in phases without progress."""
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """One request from its arrival to its end, or to the end of the log."""
+
+    request_id: str
+    outcome: str | None
+    """Finish reason; None: it had not ended when the log ended."""
+    partial: str | None
+    """Why the log of the run is not whole; None when it is."""
+    num_prompt_tokens: int | None
+    num_output_tokens: int | None
+    """None where a run was killed before it wrote the request's row."""
+    latencies_ns: dict[str, int]
+    """ttft, tpot, e2e, as far as the request has them; formulas: LATENCIES."""
+    moments: tuple[Moment, ...]
+    phases: tuple[Phase, ...]
+    total_ns: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The story in JSON values: instants in seconds of simulated time, durations in ms."""
+        return {
+            "request_id": self.request_id,
+            "outcome": self.outcome,
+            "partial": self.partial,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            **{f"{name}_ms": _ms(self.latencies_ns.get(name)) for name in LATENCIES},
+            "moments": [
+                {
+                    "time_s": ns_to_seconds(m.time_ns),
+                    "until_s": None if m.until_ns is None else ns_to_seconds(m.until_ns),
+                    "kind": m.kind,
+                    "reason": m.reason,
+                    "text": m.text,
+                }
+                for m in self.moments
+            ],
+            "phases": [
+                {"phase": p.name, "reason": p.reason, "duration_ms": _ms(p.duration_ns)} for p in self.phases
+            ],
+            "total_ms": _ms(self.total_ns),
+        }
+
+
+def explain(log: Tables, config: EngineConfig, request_id: str, partial: str | None = None) -> Story:
+    """Tells the life of one request.
+
+    `partial`: why the log of the run is not whole, if it is not. Raises UnknownRequestError.
+    """
+    life = read_life(log, request_id)
+    return Story(
+        request_id=request_id,
+        outcome=life.row.outcome,
+        partial=partial,
+        num_prompt_tokens=life.row.num_prompt_tokens,
+        num_output_tokens=life.row.num_output_tokens,
+        latencies_ns=life.row.latencies_ns,
+        moments=tuple(sorted(_moments(life, Circumstances(log, config)), key=_order)),
+        phases=_phases(life),
+        total_ns=life.end_ns - life.arrival_ns,
+    )
+
+
+# ---------------------------------------------------------------- moments
+
+
+def _moments(life: Life, circumstances: Circumstances) -> Iterator[Moment]:
+    for event in life.events:
+        yield Moment(event.time_ns, event.kind, _happened(life, event))
+    for wait in life.waits:
+        text = circumstances.sentence(wait)
+        yield Moment(wait.from_ns, "wait", text, wait.until_ns, wait.reason.value)
+    if life.queued_ns > life.arrival_ns:
+        text = "taken in at the end of the step that ran when it arrived"
+        yield Moment(life.queued_ns, "queued", text)
+    if life.first_token_ns is not None:
+        yield Moment(life.first_token_ns, "first token", "first token")
+    if not life.ended:
+        yield Moment(life.end_ns, "log ends", "had not ended when the run stopped")
+
+
+def _order(moment: Moment) -> tuple[int, int]:
+    last = len(ORDER_AT_ONE_INSTANT)
+    kind = moment.kind
+    return moment.time_ns, ORDER_AT_ONE_INSTANT.index(kind) if kind in ORDER_AT_ONE_INSTANT else last
+
+
+def _happened(life: Life, event: Event) -> str:
+    tokens, blocks = event.computed_tokens, counted(event.blocks, "block")
+    hits, computed = (
+        f"{counted(tokens, 'token')} found in the prefix cache",
+        counted(tokens, "computed token"),
+    )
+    match event.kind:
+        case "scheduled":
+            return f"first scheduled: {hits}, {blocks} taken"
+        case "preempted":
+            return f"preempted because blocks ran out: {computed} and {blocks} lost"
+        case "resumed":
+            before = [e for e in life.events if e.kind == "preempted" and e.time_ns <= event.time_ns]
+            again = max(max(e.computed_tokens for e in before) - tokens, 0)
+            return f"resumed: {hits}, {again} to be computed again, {blocks} taken"
+        case "finished":
+            return (
+                f"finished ({event.reason}) with {counted(life.row.num_output_tokens or 0, 'output token')}"
+            )
+        case "aborted":
+            return f"aborted by its client: {computed} and {blocks} given up"
+        case "refused":
+            return f"refused: {event.reason}"
+        case kind:
+            return kind
+
+
+# ---------------------------------------------------------------- where its time went
+
+
+def _phases(life: Life) -> tuple[Phase, ...]:
+    """Adds up what `_stretches` gives, in order of first appearance."""
+    totals: dict[tuple[str, str | None], int] = {}
+    for name, reason, duration_ns in _stretches(life):
+        if duration_ns:
+            totals[name, reason] = totals.get((name, reason), 0) + duration_ns
+    return tuple(Phase(name, reason, duration) for (name, reason), duration in totals.items())
+
+
+def _stretches(life: Life) -> Iterator[tuple[str, str | None, int]]:
+    """From arrival to end without gap: (phase, reason, ns)."""
+    yield WAITING, STEP_BOUNDARY, life.queued_ns - life.arrival_ns
+    since, running, name = life.queued_ns, False, WAITING
+    for event in [*life.events[1:], None]:
+        until = life.end_ns if event is None else event.time_ns
+        if running:
+            yield from _running(life, since, until)
+        else:
+            yield from _waiting(life, name, since, until)
+        since, name = until, PREEMPTED
+        running = event is not None and event.kind in ("scheduled", "resumed")
+
+
+def _running(life: Life, since: int, until: int) -> Iterator[tuple[str, str | None, int]]:
+    if life.first_token_ns is None:
+        # An open request of a log that is not closed has no row that would say when its first token came.
+        yield BEFORE_FIRST_TOKEN if life.row.is_written else RUNNING, None, until - since
+    else:
+        split = min(max(life.first_token_ns, since), until)
+        yield BEFORE_FIRST_TOKEN, None, split - since
+        yield DECODING, None, until - split
+
+
+def _waiting(life: Life, name: str, since: int, until: int) -> Iterator[tuple[str, str | None, int]]:
+    """The logged waits, and what they leave over."""
+    left = until - since
+    for wait in life.waits:
+        if since <= wait.from_ns and wait.until_ns <= until:
+            yield name, wait.reason.value, wait.until_ns - wait.from_ns
+            left -= wait.until_ns - wait.from_ns
+    yield name, NOT_LOGGED, left
+
+
+def _ms(ns: int | None) -> float | None:
+    return None if ns is None else ns * 1000 / NS_PER_S

@@ -1,0 +1,134 @@
+"""The waiting requests, in the order in which a policy wants them admitted."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from servetwin.sim.policy import FCFS, SchedulingPolicy
+from servetwin.sim.request import Request
+
+
+class RequestQueue(Protocol):
+    """The waiting requests in the order in which they will be admitted."""
+
+    def add(self, request: Request, now: int) -> None:
+        """A request that has just come in."""
+        ...
+
+    def put_back(self, request: Request, now: int) -> None:
+        """A request that was preempted."""
+        ...
+
+    def peek(self, now: int) -> Request: ...
+
+    def remove(self, request: Request) -> None:
+        """Takes out one that is in the queue: admitted or ended."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of admission."""
+        ...
+
+
+class FIFOQueue:
+    """Order of receipt; preempted requests go to the front, so several victims of a step keep their old order."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+
+    def add(self, request: Request, now: int) -> None:
+        self._queue.append(request)
+
+    def put_back(self, request: Request, now: int) -> None:
+        self._queue.appendleft(request)
+
+    def peek(self, now: int) -> Request:
+        return self._queue[0]
+
+    def remove(self, request: Request) -> None:
+        if self._queue[0] is request:
+            self._queue.popleft()
+        else:
+            self._queue.remove(request)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._queue)
+
+
+class KeyedQueue:
+    """A heap on the policy's `order_key`; equal keys in order of queueing."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[tuple[Any, ...], int, Request]] = []
+        self._count = 0
+
+    def add(self, request: Request, now: int) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (self._policy.order_key(request, now), self._count, request))
+
+    put_back = add
+
+    def peek(self, now: int) -> Request:
+        return self._heap[0][2]
+
+    def remove(self, request: Request) -> None:
+        if self._heap[0][2] is request:
+            heapq.heappop(self._heap)
+            return
+        self._heap = [entry for entry in self._heap if entry[2] is not request]
+        heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (entry[2] for entry in sorted(self._heap, key=lambda entry: entry[:2]))
+
+
+class DynamicQueue:
+    """For keys that change while requests wait: every look takes them anew, which costs one key per request."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._requests: list[Request] = []
+        self._now = 0
+
+    def add(self, request: Request, now: int) -> None:
+        self._now = now
+        self._requests.append(request)
+
+    put_back = add
+
+    def peek(self, now: int) -> Request:
+        self._now = now
+        return min(self._requests, key=self._key)
+
+    def remove(self, request: Request) -> None:
+        self._requests.remove(request)
+
+    def _key(self, request: Request) -> tuple[Any, ...]:
+        return self._policy.order_key(request, self._now)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._requests, key=self._key))
+
+
+def make_queue(policy: SchedulingPolicy) -> RequestQueue:
+    """The waiting queue that fits a policy."""
+    if getattr(policy, "dynamic_order", False):
+        return DynamicQueue(policy)
+    if getattr(type(policy), "order_key", None) is FCFS.order_key:
+        return FIFOQueue()
+    return KeyedQueue(policy)

@@ -1,0 +1,104 @@
+"""`check_policy`: puts a scheduling policy through many made-up stories and tells the shortest one that goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from servetwin.sim.config import EngineConfig
+from servetwin.sim.plugins import PluginError
+from servetwin.sim.policy import SchedulingPolicy, load_policy
+from servetwin.sim.testing.invariants import DETERMINISM, INVARIANTS
+from servetwin.sim.testing.scene import EngineFactory
+from servetwin.sim.testing.story import PolicyError
+from servetwin.sim.testing.trial import Trial, plain_engine
+
+DEFAULT_EXAMPLES = 60
+ACTIONS = 20
+"""Actions of a story at most, the draining of the engine apart."""
+_UNREPEATABLE = "told again, the same story went otherwise: the policy is not deterministic"
+
+
+@dataclass(frozen=True)
+class PolicyReport:
+    """What was tried without a failure."""
+
+    policy: str
+    examples: int
+    """Stories told."""
+    invariants: list[str]
+    """Names of what was checked after each action."""
+    seen: dict[str, int]
+    """What the stories contained: steps, preemptions, resumptions, prefix hits, aborts."""
+    failures: list[str] = field(default_factory=list)
+    """Empty: a failure is raised."""
+
+
+def check_policy(
+    target: str | type[SchedulingPolicy],
+    *,
+    examples: int = DEFAULT_EXAMPLES,
+    engine: EngineFactory | None = None,
+) -> PolicyReport:
+    """Tries a policy in `examples` stories on small engines, and checks every invariant after each action.
+
+    `target`: a built-in name, `module:Class`, or a class. `engine`: builds an engine of a configuration and a policy,
+    for those who want to try a changed engine. The same call tells the same stories.
+
+    Raises PolicyError with the shortest story found when an invariant breaks; PluginError (a ValueError) when the
+    policy is not found or Hypothesis is missing; ValueError when examples < 1.
+    """
+    __tracebackhide__ = True  # pytest shows the story, not the search for it
+    if examples < 1:
+        raise ValueError(f"examples must be 1 or more, got {examples}")
+    search = _Search(*_named(target), engine or plain_engine)
+    story = search.first_failure(examples)
+    if story is not None:
+        raise PolicyError(story)
+    return PolicyReport(search.name, search.stories, [i.name for i in INVARIANTS], dict(search.seen))
+
+
+def _named(target: str | type[SchedulingPolicy]) -> tuple[str, Callable[[], SchedulingPolicy]]:
+    """A policy's name for the story, and how to build one. Raises PluginError when there is no such policy."""
+    if not isinstance(target, str):
+        return target.__qualname__, target
+    load_policy(target)
+    return target, partial(load_policy, target)
+
+
+@dataclass
+class _Search:
+    """The stories told of one policy."""
+
+    name: str
+    new_policy: Callable[[], SchedulingPolicy]
+    engine: EngineFactory
+    stories: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def first_failure(self, examples: int) -> str | None:
+        """The shortest story that goes wrong, or None."""
+        try:
+            from hypothesis.errors import Flaky, FlakyFailure
+
+            from servetwin.sim.testing.machine import run_machine
+        except ModuleNotFoundError as e:
+            if e.name != "hypothesis":
+                raise
+            raise PluginError("check_policy needs hypothesis: pip install 'servetwin[test]'") from e
+        try:
+            run_machine(self._trial, examples=examples, actions=ACTIONS)
+        except PolicyError as error:
+            return str(error)
+        except FlakyFailure as error:
+            told = [str(e) for e in error.exceptions if isinstance(e, PolicyError)]
+            return "\n".join([*told[:1], _UNREPEATABLE])
+        except Flaky:
+            return f"{self.name} breaks {DETERMINISM}\nfound: {_UNREPEATABLE}"
+        return None
+
+    def _trial(self, config: EngineConfig) -> Trial:
+        self.stories += 1
+        return Trial(self.name, config, self.new_policy, self.engine, self.seen)

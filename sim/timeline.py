@@ -1,0 +1,38 @@
+"""When a step occupies the host, the worker and the device of one engine, in integer ns.
+
+The host schedules and updates, the worker prepares a batch, the device runs it. Each does one thing at a time, in
+order; with several steps in flight they overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where one step lies on the lanes."""
+
+    schedule_ns: int
+    """Host time from the schedule call to the submission."""
+    prepare_start_ns: int
+    device_start_ns: int
+    device_end_ns: int
+    update_ns: int = 0
+    """Host time from then on until the tokens are out."""
+
+
+class Timeline:
+    """When the worker and the device of one engine are free."""
+
+    def __init__(self) -> None:
+        self._worker_free_ns = 0
+        self._device_free_ns = 0
+
+    def submit(self, now_ns: int, schedule_ns: int, prepare_ns: int, device_ns: int) -> StepTimes:
+        """A step is handed to the worker at `now_ns`, after everything submitted before."""
+        prepare_start = max(now_ns, self._worker_free_ns)
+        self._worker_free_ns = prepare_start + prepare_ns
+        device_start = max(self._worker_free_ns, self._device_free_ns)
+        self._device_free_ns = device_start + device_ns
+        return StepTimes(schedule_ns, prepare_start, device_start, self._device_free_ns)

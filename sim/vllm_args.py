@@ -1,0 +1,244 @@
+"""What a pasted `vllm serve` command line means for the twin.
+
+A flag is followed, ignored (and named in one warning) where it has nothing to do with what is simulated, or
+refused by name where it would change the schedule and is not modelled (ecosystem.md 1, design.md 10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+
+from servetwin.sim.human_readable import human_readable_int
+from servetwin.sim.vllm_command_line import CommandLine, VllmArgsError, json_object, read_command_line
+from servetwin.sim.vllm_flags import spelled
+
+V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+LONG_PREFILL_FRACTION = 0.04
+"""Of max_model_len: vLLM's long_prefill_token_threshold once several partial prefills are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmArgs:
+    """A command line of `vllm serve`, read."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    """What it sets, by field of the engine flags (`model` is a Path; None: vLLM's default was asked for)."""
+    ignored: tuple[str, ...] = ()
+    """Flags (and environment variables) that nothing here depends on, as they are typed."""
+    limits_nothing: tuple[str, ...] = ()
+    """Partial-prefill flags above 1, as they are typed."""
+
+    def without(self, *names: str) -> VllmArgs:
+        """The same with these fields ignored: what has no effect in a run is not modelled in it."""
+        kept = {name: value for name, value in self.engine.items() if name not in names}
+        dropped = tuple(spelled(name) for name in self.engine if name in names)
+        return replace(self, engine=kept, ignored=self.ignored + dropped)
+
+    def warnings(self) -> list[str]:
+        """What its user must be told, one line each."""
+        lines = []
+        if self.ignored:
+            lines.append(f"--vllm-args: ignored, since not modelled: {', '.join(self.ignored)}")
+        if self.limits_nothing:
+            lines.append(f"--vllm-args: {partial_prefill_note(self.limits_nothing)}")
+        return lines
+
+
+def parse_vllm_args(text: str) -> VllmArgs:
+    """Reads `[vllm] [serve] MODEL --flag value ...`; its configuration file is read from the current folder.
+
+    Raises VllmArgsError with flag, value and what is allowed for an unknown flag, a value that vLLM would not
+    take, and a flag that would change the schedule but is not modelled.
+    """
+    try:
+        return _meaning(read_command_line(text))
+    except VllmArgsError as e:
+        raise VllmArgsError(f"--vllm-args: {e}") from e
+
+
+def partial_prefill_note(flags: tuple[str, ...]) -> str:
+    """Why these partial-prefill flags do not do what they promise (reports.md 7)."""
+    return (
+        f"{' and '.join(flags)}: the scheduler of vLLM 0.22.0 limits no partial prefills; above 1, "
+        "--max-num-partial-prefills only sets a long_prefill_token_threshold of 0 to 4 % of max_model_len, "
+        "and --max-long-partial-prefills is read by nothing"
+    )
+
+
+def resolve_long_prefill_token_threshold(
+    threshold_tokens: int, max_num_partial_prefills: int, max_model_len: int
+) -> int:
+    """The threshold that vLLM 0.22.0 schedules with, in tokens (scheduler.md 1)."""
+    if max_num_partial_prefills > 1 and threshold_tokens == 0:
+        return int(max_model_len * LONG_PREFILL_FRACTION)
+    return threshold_tokens
+
+
+def _number(value: Any) -> int:
+    return human_readable_int(str(value))
+
+
+def _positive(value: Any) -> int:
+    number = _number(value)
+    if number < 1:
+        raise ValueError(f"{value!r} must be 1 or more")
+    return number
+
+
+def _length(value: Any) -> int | None:
+    # `auto` is the model's length, cut to what memory holds: where nothing is cut, the default; where it would
+    # be, the pool is refused as too small for the default.
+    return None if str(value) in ("auto", "-1") else _number(value)
+
+
+def _one_of(**meanings: str) -> Callable[[Any], str]:
+    def convert(value: Any) -> str:
+        if value not in meanings:
+            raise ValueError(f"{value!r} must be one of {', '.join(meanings)}")
+        return meanings[value]
+
+    return convert
+
+
+def _load_format(value: Any) -> str:
+    # Every other format is a way to store the same weights; the executor reads what the folder holds.
+    return "dummy" if value == "dummy" else "auto"
+
+
+_MODELLED: dict[str, Callable[[Any], Any]] = {
+    "model": Path,
+    "load_format": _load_format,
+    "dtype": _one_of(
+        auto="auto",
+        half="float16",
+        float16="float16",
+        bfloat16="bfloat16",
+        float="float32",
+        float32="float32",
+    ),
+    "max_model_len": _length,
+    "block_size": _number,
+    "num_gpu_blocks_override": _number,
+    "kv_cache_memory_bytes": _number,
+    "enable_prefix_caching": bool,
+    "max_num_seqs": _number,
+    "max_num_batched_tokens": _number,
+    "max_num_scheduled_tokens": _number,
+    "enable_chunked_prefill": bool,
+    "long_prefill_token_threshold": _number,
+    "max_num_partial_prefills": _positive,
+    "scheduling_policy": _one_of(fcfs="fcfs", priority="priority"),
+    "scheduler_reserve_full_isl": bool,
+    "async_scheduling": bool,
+    "performance_mode": _one_of(balanced="balanced", throughput="throughput", interactivity="interactivity"),
+}
+_INERT = {"performance_mode": "interactivity"}
+"""Values that change kernels, not schedules."""
+_SPECULATIVE = {
+    "spec_method": "method",
+    "spec_model": "model",
+    "spec_tokens": "num_speculative_tokens",
+}
+"""Short flags -> their keys in speculative_config."""
+_PARTIAL_PREFILLS = ("max_num_partial_prefills", "max_long_partial_prefills")
+
+
+class _Refusal(NamedTuple):
+    """A flag whose value would change the schedule in a way that is not modelled."""
+
+    accepts: Callable[[Any], bool]
+    reason: str
+
+
+def _is_one(value: Any) -> bool:
+    return _positive(value) == 1
+
+
+def _among(*values: str) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+_POOLING = "pooling models are not modelled, only text generation"
+_REFUSED: dict[str, _Refusal] = {
+    "pipeline_parallel_size": _Refusal(
+        _is_one, "pipeline stages keep several batches in flight, which is not modelled; allowed is 1"
+    ),
+    "data_parallel_size": _Refusal(
+        _is_one, "each data-parallel rank schedules for itself, and this is one engine; allowed is 1"
+    ),
+    "decode_context_parallel_size": _Refusal(
+        _is_one, "context parallelism changes the KV blocks, which is not modelled; allowed is 1"
+    ),
+    "prefill_context_parallel_size": _Refusal(
+        _is_one, "context parallelism changes the KV blocks, which is not modelled; allowed is 1"
+    ),
+    "stream_interval": _Refusal(_is_one, "tokens are not held back from the client; allowed is 1"),
+    "scheduler_cls": _Refusal(
+        _among(), "vLLM's scheduler classes do not run here; write a policy (--scheduling-policy)"
+    ),
+    "kv_offloading_size": _Refusal(_among(), "offloading KV blocks to the host is not modelled"),
+    "kv_transfer_config": _Refusal(_among(), "moving KV blocks between engines is not modelled"),
+    "runner": _Refusal(_among("auto", "generate"), _POOLING),
+    "convert": _Refusal(_among("auto", "none"), _POOLING),
+    "task": _Refusal(_among("auto", "generate"), _POOLING),
+}
+
+
+def _meaning(line: CommandLine) -> VllmArgs:
+    engine: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in line.flags.items():
+        if name in _REFUSED:
+            _refuse_unless_harmless(name, value)
+        elif name in _MODELLED and _INERT.get(name) != value:
+            engine[name] = _converted(name, value, _MODELLED[name])
+        elif name not in (*_SPECULATIVE, "speculative_config", *_PARTIAL_PREFILLS):
+            ignored.append(spelled(name))
+    if (speculative := _speculative_config(line.flags)) is not None:
+        engine["speculative_config"] = speculative
+    for name, value in line.environment.items():
+        if name == V2_MODEL_RUNNER:
+            engine["use_v2_model_runner"] = _switch(name, value)
+        else:
+            ignored.append(name)
+    return VllmArgs(engine, tuple(ignored), _limits_nothing(line.flags))
+
+
+def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
+    try:
+        return convert(value)
+    except ValueError as e:
+        raise VllmArgsError(f"{spelled(name)}: {e}") from e
+
+
+def _refuse_unless_harmless(name: str, value: Any) -> None:
+    refusal = _REFUSED[name]
+    if not _converted(name, value, refusal.accepts):
+        shown = orjson.dumps(value).decode() if isinstance(value, dict) else value
+        raise VllmArgsError(f"{spelled(name)} {shown}: {refusal.reason}")
+
+
+def _switch(name: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise VllmArgsError(f"{name}={value}: must be 0 or 1")
+    return value == "1"
+
+
+def _speculative_config(flags: dict[str, Any]) -> str | None:
+    """The configuration of speculative decoding as JSON; the short flags win over the same key in it."""
+    given = flags.get("speculative_config")
+    config = {} if given in (None, "null") else dict(json_object("speculative_config", given))
+    for name, key in _SPECULATIVE.items():
+        if name in flags:
+            config[key] = _converted(name, flags[name], _positive if name == "spec_tokens" else str)
+    return orjson.dumps(config).decode() if config else None
+
+
+def _limits_nothing(flags: dict[str, Any]) -> tuple[str, ...]:
+    above_one = (n for n in _PARTIAL_PREFILLS if n in flags and _converted(n, flags[n], _positive) > 1)
+    return tuple(spelled(name) for name in above_one)
