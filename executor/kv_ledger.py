@@ -79,6 +79,6 @@ class KVLedger:
             raise UnwrittenKVError(
                 f"request {states.rows[row].req_id!r} is admitted with {len(prefix)} cached tokens, but the "
                 f"K/V of position {position} (block {block_id}) was never written. vLLM 0.22.0 plans such "
-                "hits under priority scheduling with prefix caching: use --no-enable-prefix-caching or "
-                "--scheduling-policy fcfs"
+                "hits under priority scheduling with prefix caching: use --forget-uncomputed-blocks (a "
+                "correction, part of --vllm-compat safe), --no-enable-prefix-caching or --scheduling-policy fcfs"
             )

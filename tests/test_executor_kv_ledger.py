@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from servetwin.executor.kv_ledger import UnwrittenKVError
 from servetwin.executor.model_loader import describe_model
@@ -15,6 +16,7 @@ from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from servetwin.sim.contract import SamplingParams
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.request import Request
+from servetwin.sim.rules import Rules
 from servetwin.sim.token_source import TokenPrompt
 
 BLOCK_SIZE = 4
@@ -104,8 +106,8 @@ def test_equal_tokens_behind_another_prefix_are_refused(engine: Engine) -> None:
         engine.step({"b": 1}, hits={"b": [5, 2]})
 
 
-def test_the_hazard_of_priority_with_prefix_caching_ends_in_an_error() -> None:
-    """Golden s17: A is admitted again with 88 hit tokens, 24 of which no step ever computed."""
+def s17(rules: Rules) -> tuple[EngineConfig, list[Arrival]]:
+    """The recorded scenario in which a victim leaves blocks that no step computes."""
     config = EngineConfig(
         model=ModelConfig(max_model_len=120, vocab_size=160),
         cache=CacheConfig(block_size=8, num_gpu_blocks=16),
@@ -115,18 +117,33 @@ def test_the_hazard_of_priority_with_prefix_caching_ends_in_an_error() -> None:
             policy="priority",
             long_prefill_token_threshold=32,
         ),
+        rules=rules,
     )
-    arrivals = [
+    return config, [
         Arrival("A", range(3, 115), max_tokens=6, step=0, priority=5),
         Arrival("B", range(120, 136), max_tokens=4, step=1, priority=0),
         Arrival("C", range(140, 144), max_tokens=4, step=1, priority=1),
         Arrival("D", range(3, 115), max_tokens=3, step=9, priority=6),
     ]
-    with pytest.raises(UnwrittenKVError, match=r"'A' is admitted with 88 cached tokens, .* position 64 "):
-        run_to_the_end(config, arrivals)
 
 
-def run_to_the_end(config: EngineConfig, arrivals: list[Arrival]) -> None:
+def test_the_hazard_of_priority_with_prefix_caching_ends_in_an_error() -> None:
+    """To the letter A is admitted again with 88 hit tokens, 24 of which no step ever computed."""
+    message = r"'A' is admitted with 88 cached tokens, .* position 64 .*--forget-uncomputed-blocks"
+    with pytest.raises(UnwrittenKVError, match=message):
+        run_to_the_end(*s17(Rules.exact()))
+
+
+@pytest.mark.parametrize("rules", [Rules.safe(), Rules(forget_uncomputed_blocks=True)], ids=["safe", "switch"])
+def test_the_correction_reads_only_what_was_written(rules: Rules) -> None:
+    """With NaN in every slot that nobody has written, all logits stay numbers, and A and D get the same tokens."""
+    sampled = run_to_the_end(*s17(rules))
+    assert {r: len(tokens) for r, tokens in sampled.items()} == {"A": 6, "B": 4, "C": 4, "D": 3}
+    assert sampled["D"] == sampled["A"][:3]
+
+
+def run_to_the_end(config: EngineConfig, arrivals: list[Arrival]) -> dict[str, list[int]]:
+    """Every request's tokens; the cache starts as NaN, and NaN in any logits fails."""
     core = EngineCore(config)
     runner = ModelRunner(
         describe_model(tiny_model("llama"), "llama"),
@@ -135,13 +152,25 @@ def run_to_the_end(config: EngineConfig, arrivals: list[Arrival]) -> None:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=config.model.max_model_len,
     )
+    for cache in runner.kv_caches:
+        cache.key.fill_(torch.nan)
+        cache.value.fill_(torch.nan)
+    runner.observe_logits = all_numbers
+    sampled: dict[str, list[int]] = {}
     for step in range(100):
         for arrival in arrivals:
             if arrival.step == step:
                 core.add_request(request_of(arrival, config), step)
         frame = core.begin(step)
         if frame is not None:
-            core.complete(frame, runner.execute_model(frame.plan))
+            outputs = core.complete(frame, runner.execute_model(frame.plan))
+            for req_id, token_ids in outputs.new_token_ids.items():
+                sampled.setdefault(req_id, []).extend(token_ids)
+    return sampled
+
+
+def all_numbers(req_ids: list[str], logits: torch.Tensor) -> None:
+    assert not logits.isnan().any(), f"{req_ids} read K/V that was never written"
 
 
 def request_of(arrival: Arrival, config: EngineConfig) -> Request:
