@@ -147,7 +147,9 @@ def _time_ns(work: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved repetitions (default 5)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
@@ -170,7 +172,9 @@ def main() -> None:
         figures[variant.name] = {"us_per_row": row_us, "yardsticks": units, "target_us": variant.target_us}
     if args.json:
         header = {"python": sys.version.split()[0], "machine": platform.machine(), "rounds": args.rounds}
-        args.json.write_text(json.dumps(header | {"dict_set_ns": set_ns, "dict_get_ns": get_ns, "rows": figures}, indent=1))
+        args.json.write_text(
+            json.dumps(header | {"dict_set_ns": set_ns, "dict_get_ns": get_ns, "rows": figures}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Exit codes: 0 good, 1 error, 2 usage, 3 infeasible, 4 SLO or threshold missed, 1
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -49,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         code = make_app()(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as e:
-        return _complain(str(e).strip(), 2)
+        return _complain(_with_hint(str(e).strip()), 2)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except BrokenPipeError:
@@ -62,6 +63,14 @@ def run(argv: Sequence[str]) -> int:
     except OSError as e:
         return _complain(str(e), 1)
     return int(code or 0)
+
+
+def _with_hint(message: str) -> str:
+    """What to do with a flag that vLLM has and we do not."""
+    from servetwin.sim.vllm_args import hint_for_unknown_flag
+
+    match = re.search(r"Unknown option: (--[\w-]+)", message)
+    return f"{message} {hint}" if match and (hint := hint_for_unknown_flag(match[1])) else message
 
 
 def _complain(message: str, code: int) -> int:

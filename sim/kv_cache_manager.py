@@ -86,7 +86,12 @@ class KVCacheManager:
     # ------------------------------------------------------------ allocation
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, hits: Sequence[int] = (), *, num_lookahead_tokens: int = 0
+        self,
+        request: Request,
+        num_new_tokens: int,
+        hits: Sequence[int] = (),
+        *,
+        num_lookahead_tokens: int = 0,
     ) -> list[int] | None:
         """Room for the next `num_new_tokens` tokens after the computed ones and the hit blocks, and for drafts.
 
@@ -207,7 +212,9 @@ class KVCacheManager:
         """Raises AssertionError when the tables of the `holders` and the pool's reference counts disagree."""
         self.pool.check_integrity()
         tables = [r.block_ids for r in holders if r.block_ids]
-        assert len(tables) == self.num_holders, f"{len(tables)} requests hold blocks, counted {self.num_holders}"
+        assert len(tables) == self.num_holders, (
+            f"{len(tables)} requests hold blocks, counted {self.num_holders}"
+        )
         references = [0] * self.pool.num_gpu_blocks
         for table in tables:
             for block in table:

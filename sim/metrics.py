@@ -123,6 +123,7 @@ def summarize(
         **_totals(log.requests, done, times, goodput_ms),
         **_peaks(times, log.itl),
         **{k: v for name, d in latencies.items() for k, v in _bench_statistics(name, d).items()},
+        **_drafting(log.steps),
         "busy_time_s": busy_time_s(log.steps),
         "servetwin": {
             "metric_defs": chosen.name,
@@ -273,6 +274,24 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
         "preempted_query_tokens": int(steps.preempted_query_tokens.sum()),
         "preempted_hit_tokens": int(steps.preempted_hit_tokens.sum()),
         "kv_peak_used_fraction": kv_peak_used_fraction(steps),
+    }
+
+
+def _drafting(steps: pd.DataFrame) -> dict[str, Any]:
+    """vLLM's figures of speculative decoding; nothing where no draft was verified.
+
+    acceptance_rate = accepted / drafted tokens in percent; acceptance_length = tokens per verification, its own included.
+    """
+    rounds, drafted = int(steps.draft_rows.sum()), int(steps.draft_tokens.sum())
+    if not rounds:
+        return {}
+    accepted = int(steps.accepted_draft_tokens.sum())
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / drafted,
+        "spec_decode_acceptance_length": 1 + accepted / rounds,
+        "spec_decode_num_drafts": rounds,
+        "spec_decode_draft_tokens": drafted,
+        "spec_decode_accepted_tokens": accepted,
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from servetwin.sim.plugins import PluginError, load_attribute
 from servetwin.sim.request import Request
 
+
 @dataclass(frozen=True, slots=True)
 class AdmissionState:
     """What an engine looks like when the head of its queue asks to come in."""
@@ -89,11 +90,15 @@ def load_policy(name: str) -> SchedulingPolicy:
     Raises ValueError with what is allowed, what is missing in the class, or why it cannot be built.
     """
     if ":" not in name and name not in BUILT_IN:
-        raise PluginError(f"scheduling policy {name!r} is not known; allowed: {', '.join(BUILT_IN)}, or module:Class")
+        raise PluginError(
+            f"scheduling policy {name!r} is not known; allowed: {', '.join(BUILT_IN)}, or module:Class"
+        )
     found = load_attribute(BUILT_IN.get(name, name))
     if not isinstance(found, type):
         raise PluginError(f"scheduling policy {name!r} is a {type(found).__name__}; wanted: a class")
-    missing = [h for h in ("order_key", "choose_victim", "may_admit") if not callable(getattr(found, h, None))]
+    missing = [
+        h for h in ("order_key", "choose_victim", "may_admit") if not callable(getattr(found, h, None))
+    ]
     if missing:
         raise PluginError(
             f"scheduling policy {name!r} lacks {', '.join(missing)}; subclass servetwin.sim.policy.FCFS to inherit them"

@@ -211,7 +211,6 @@ class Scenario(Config):
         """Output token `index` (0 = first generated)."""
         return _crc(f"o|{self.model.seed}|{out_key}|{index}") % self.model.vocab_size
 
-
     def drafts(self, out_key: str, num_outputs: int, at_most: int | None = None) -> list[int]:
         """What is drafted once `num_outputs` outputs are known; empty without speculative decoding."""
         spec = self.config.spec

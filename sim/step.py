@@ -83,7 +83,11 @@ class PlanWriter:
     v2_model_runner: bool
 
     def plan(
-        self, step: Step, prev_step_ids: frozenset[str], num_common_prefix_blocks: int, finished_req_ids: set[str]
+        self,
+        step: Step,
+        prev_step_ids: frozenset[str],
+        num_common_prefix_blocks: int,
+        finished_req_ids: set[str],
     ) -> SchedulerOutput:
         """The plan; `prev_step_ids`: the requests of the step before, whose tokens the worker has at hand."""
         as_new = [(r, False) for r in step.new]

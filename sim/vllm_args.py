@@ -15,7 +15,7 @@ import orjson
 
 from servetwin.sim.human_readable import human_readable_int
 from servetwin.sim.vllm_command_line import CommandLine, VllmArgsError, json_object, read_command_line
-from servetwin.sim.vllm_flags import spelled
+from servetwin.sim.vllm_flags import FLAGS, spelled
 
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 LONG_PREFILL_FRACTION = 0.04
@@ -59,6 +59,18 @@ def parse_vllm_args(text: str) -> VllmArgs:
         return _meaning(read_command_line(text))
     except VllmArgsError as e:
         raise VllmArgsError(f"--vllm-args: {e}") from e
+
+
+def hint_for_unknown_flag(flag: str) -> str | None:
+    """Why a flag of `vllm serve` is none of ours; None for one that vLLM does not have either."""
+    name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if name in ("max_num_partial_prefills", "max_long_partial_prefills"):
+        return f"It would do nothing: {partial_prefill_note((flag,))}."
+    if name in FLAGS:
+        return (
+            "It is a flag of vLLM that is not modelled here; inside --vllm-args it is ignored with a warning."
+        )
+    return None
 
 
 def partial_prefill_note(flags: tuple[str, ...]) -> str:

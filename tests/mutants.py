@@ -131,7 +131,9 @@ def manager(kind: type[KVCacheManager]) -> Callable[[EngineConfig, SchedulingPol
 class TouchesBeforeItChecks(KVCacheManager):
     """Takes hold of the hits of an allocation that is then refused."""
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, hits: Sequence[int] = (), **options: int) -> Any:
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, hits: Sequence[int] = (), **options: int
+    ) -> Any:
         blocks = super().allocate_slots(request, num_new_tokens, hits, **options)
         if blocks is None:
             self.pool.touch(hits, request.request_id)

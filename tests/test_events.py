@@ -51,7 +51,9 @@ class Story:
     def update(self, frame: Frame, at: int, *tokens: str, **finished: str) -> None:
         """The step ends: one token each for `tokens`; `finished` gives finish reasons."""
         result = StepResult(0, at * S - frame.start_ns, ModelRunnerOutput([], {}, []), "story")
-        outputs = EngineCoreOutputs({r: [7] for r in tokens}, {r: Finish(f, None) for r, f in finished.items()})
+        outputs = EngineCoreOutputs(
+            {r: [7] for r in tokens}, {r: Finish(f, None) for r, f in finished.items()}
+        )
         self.log.stepped(frame, result, StepTimes(0, frame.start_ns, frame.start_ns, at * S), at * S, outputs)
 
     def step(self, start: int, end: int, *tokens: str, **finished: str) -> None:

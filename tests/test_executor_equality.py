@@ -179,7 +179,9 @@ class Driver:
             self.run.sampled[req_id] += token_ids
         self.run.preemptions += len(frame.record.preempted)
         self.run.hit_tokens += sum(admission.hit_tokens for admission in frame.record.admitted)
-        self.run.priority_hits += self.run.hit_tokens > 0 and self.schedule.config.scheduler.policy == "priority"
+        self.run.priority_hits += (
+            self.run.hit_tokens > 0 and self.schedule.config.scheduler.policy == "priority"
+        )
 
     def _check_tables(self, output: ModelRunnerOutput) -> None:
         """The runner's block tables are the manager's block lists, in every step."""

@@ -134,7 +134,9 @@ def test_the_hazard_of_priority_with_prefix_caching_ends_in_an_error() -> None:
         run_to_the_end(*s17(Rules.exact()))
 
 
-@pytest.mark.parametrize("rules", [Rules.safe(), Rules(forget_uncomputed_blocks=True)], ids=["safe", "switch"])
+@pytest.mark.parametrize(
+    "rules", [Rules.safe(), Rules(forget_uncomputed_blocks=True)], ids=["safe", "switch"]
+)
 def test_the_correction_reads_only_what_was_written(rules: Rules) -> None:
     """With NaN in every slot that nobody has written, all logits stay numbers, and A and D get the same tokens."""
     sampled = run_to_the_end(*s17(rules))

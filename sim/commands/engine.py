@@ -225,7 +225,9 @@ def _asynchronous(flags: EngineFlags, drafting: SpeculativeConfig | None, timer:
     return False
 
 
-def _draft_model(flags: EngineFlags, config: EngineConfig, tokens: TokenSource, seed: int) -> DraftModel | None:
+def _draft_model(
+    flags: EngineFlags, config: EngineConfig, tokens: TokenSource, seed: int
+) -> DraftModel | None:
     rate, drafting = flags.draft_acceptance_rate, config.speculative
     if drafting is None:
         if rate is not None:

@@ -20,6 +20,7 @@ SPECULATION = Group("Speculative decoding", sort_key=5)
 COMPAT = Group("Fidelity to vLLM (default of the corrections: as --vllm-compat says)", sort_key=6)
 SAMPLING = Group("Sampling (executor torch)", sort_key=7)
 
+
 def whole_number(type_: Any, tokens: Sequence[Token]) -> int:
     """An integer as vLLM's parser takes it: 32k = 32,000; 32K = 32,768; 25.6k is legal, 25.6K is not."""
     return human_readable_int(tokens[0].value)
@@ -71,7 +72,10 @@ class RunFlags:
     json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
     reset_prefix_cache_at: Annotated[
         tuple[float, ...],
-        _flag(RUN, "Simulated seconds at which to empty the prefix cache (works only while no request holds a block)."),
+        _flag(
+            RUN,
+            "Simulated seconds at which to empty the prefix cache (works only while no request holds a block).",
+        ),
     ] = ()
     seed: Annotated[int, _flag(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
 
@@ -178,7 +182,8 @@ class EngineFlags:
         _flag(SCHEDULER, "throughput: twice the default max_num_seqs and max_num_batched_tokens."),
     ] = "balanced"
     use_v2_model_runner: Annotated[
-        bool, _flag(SCHEDULER, "Plans report resumed requests as new ones (VLLM_USE_V2_MODEL_RUNNER of vLLM).")
+        bool,
+        _flag(SCHEDULER, "Plans report resumed requests as new ones (VLLM_USE_V2_MODEL_RUNNER of vLLM)."),
     ] = False
     max_num_partial_prefills: Annotated[int, Parameter(parse=False)] = 1
     """Only through --vllm-args: nothing in 0.22.0 reads it but the default of the threshold."""
@@ -192,7 +197,10 @@ class EngineFlags:
     ] = None
     draft_acceptance_rate: Annotated[
         float | None,
-        _flag(SPECULATION, "Probability (0 to 1) that a draft is right, each for itself; where no model verifies drafts."),
+        _flag(
+            SPECULATION,
+            "Probability (0 to 1) that a draft is right, each for itself; where no model verifies drafts.",
+        ),
     ] = None
     vllm_compat: Annotated[
         str,
@@ -203,16 +211,20 @@ class EngineFlags:
         ),
     ] = "0.22:exact"
     forget_uncomputed_blocks: Annotated[
-        bool | None, _flag(COMPAT, "Correction: no prefix hits on blocks of a step that a victim was taken out of.")
+        bool | None,
+        _flag(COMPAT, "Correction: no prefix hits on blocks of a step that a victim was taken out of."),
     ] = None
     keep_cursor: Annotated[
-        bool | None, _flag(COMPAT, "Correction: a preemption under priority makes no running request lose its turn.")
+        bool | None,
+        _flag(COMPAT, "Correction: a preemption under priority makes no running request lose its turn."),
     ] = None
     length_outranks_min_tokens: Annotated[
-        bool | None, _flag(COMPAT, "Correction: the end of the context window ends a request also below min_tokens.")
+        bool | None,
+        _flag(COMPAT, "Correction: the end of the context window ends a request also below min_tokens."),
     ] = None
     null_block_is_no_room: Annotated[
-        bool | None, _flag(COMPAT, "Correction: the reserved block does not count when the pool's size is checked.")
+        bool | None,
+        _flag(COMPAT, "Correction: the reserved block does not count when the pool's size is checked."),
     ] = None
     vllm_args: Annotated[
         str | None,

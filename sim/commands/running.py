@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -138,6 +138,7 @@ def _engine_line(config: EngineConfig) -> str:
         "chunked prefill": scheduler.enable_chunked_prefill,
         "full-sequence gate": scheduler.scheduler_reserve_full_isl,
     }
+    corrections = [f"corrected: {' + '.join(c)}"] if (c := config.rules.corrections) else []
     spec = config.speculative
     drafts = [f"{spec.num_speculative_tokens} drafts ({spec.method})"] if spec else []
     off = [f"no {name}" for name, on in switches.items() if not on]
@@ -151,7 +152,7 @@ def _engine_line(config: EngineConfig) -> str:
             "asynchronous scheduling" if scheduler.async_scheduling else "synchronous scheduling",
             *drafts,
             *off,
-            *(f"corrected: {name}" for name in config.rules.corrections),
+            *corrections,
         ]
     )
 
@@ -235,6 +236,15 @@ def _say_refusals(log: Tables) -> None:
         say(f"refused: {len(refused)} of {len(log.requests)} requests; {first.request_id}: {first.reason}")
 
 
+def _say_cache_resets(log: Tables, asked_s: Sequence[float]) -> None:
+    """What became of every reset of the prefix cache that was asked for."""
+    resets = log.events[log.events.kind == "cache_reset"]
+    for reset in resets.itertuples():
+        say(f"prefix-cache reset at {reset.time_s:.6g} s: {reset.reason}")
+    for time_s in sorted(asked_s)[len(resets) :]:
+        say(f"prefix-cache reset at {time_s:g} s: the run ended before")
+
+
 class _Recorder:
     """Where the run goes: into its folder, or into memory when there is none."""
 
@@ -244,6 +254,7 @@ class _Recorder:
         flags = request.flags
         self._metric_defs = flags.metric_defs
         self._save_plans = flags.save_plans
+        self._cache_resets_s = flags.reset_prefix_cache_at
         self._fingerprint = hashlib.sha256()
         self.summary: dict[str, Any] = {}
         self.writer: RunWriter | None = None
@@ -286,6 +297,7 @@ class _Recorder:
         log: Tables = read_run(self.writer.path) if self.writer is not None else self._memory()
         self.summary = summarize(log, self._metric_defs)
         _say_refusals(log)
+        _say_cache_resets(log, self._cache_resets_s)
         if self.writer is None:
             return
         self.writer.write_summary(self.summary)

@@ -126,6 +126,9 @@ def _figures_table(summary: Mapping[str, Any]) -> Table:
         "prefix hits",
         f"{own['prefix_hit_tokens']:,} of {own['prefix_query_tokens']:,} tokens ({_percent(own['prefix_hit_rate'])})",
     )
+    if "spec_decode_acceptance_length" in summary:
+        length, rate = summary["spec_decode_acceptance_length"], summary["spec_decode_acceptance_rate"]
+        table.add_row("drafts accepted", f"{rate:.1f} % ({length:.2f} tokens per verification)")
     return table
 
 

@@ -34,7 +34,9 @@ def speculative(text: str | None) -> tuple[SpeculativeConfig | None, list[str]]:
     if data.get("method") in EAGLE_METHODS:
         data["method"] = "eagle"
     if data.pop("parallel_drafting", False) or data.pop("disable_padded_drafter_batch", False):
-        raise UsageError("--speculative-config: parallel_drafting and disable_padded_drafter_batch are not modelled")
+        raise UsageError(
+            "--speculative-config: parallel_drafting and disable_padded_drafter_batch are not modelled"
+        )
     try:
         return SpeculativeConfig.model_validate(data), ignored
     except ValidationError as e:

@@ -270,7 +270,9 @@ def _answers_are_whole(scene: Scene) -> str | None:
         return None
     for output in scene.outputs.outputs:
         entry = scene.ledger.entries[output.request_id]
-        answer = [entry.arrival.answer_token(output.request_id, i) for i in range(len(entry.output_token_ids))]
+        answer = [
+            entry.arrival.answer_token(output.request_id, i) for i in range(len(entry.output_token_ids))
+        ]
         if entry.output_token_ids != answer:
             return f"{output.request_id} was given {entry.output_token_ids}; the model answered {answer}"
     for request_id in scene.outputs.finished:

@@ -79,7 +79,12 @@ def policy_machine(new_trial: Callable[[EngineConfig], Trial]) -> type[RuleBased
         def stall(self, length_ns: int) -> None:
             self.trial.stall(length_ns)
 
-        @rule(patient=_arrivals(), other=_arrivals(), rounds=st.integers(1, MOST_ROUNDS), steps=st.integers(1, 3))
+        @rule(
+            patient=_arrivals(),
+            other=_arrivals(),
+            rounds=st.integers(1, MOST_ROUNDS),
+            steps=st.integers(1, 3),
+        )
         def press(self, patient: Arrival, other: Arrival, rounds: int, steps: int) -> None:
             """One request waits for long, and then others like `other` keep coming."""
             self.trial.arrive(patient, gap_ns=1)

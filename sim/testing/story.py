@@ -69,7 +69,9 @@ def frame_words(frame: Frame, hit_tokens: dict[str, int]) -> str:
 def outputs_words(frame: Frame, outputs: EngineCoreOutputs) -> str:
     """What one update gave out."""
     said = [
-        f"{o.request_id} ends ({o.finish_reason})" if o.finish_reason else f"{o.request_id} has an output token"
+        f"{o.request_id} ends ({o.finish_reason})"
+        if o.finish_reason
+        else f"{o.request_id} has an output token"
         for o in outputs.outputs
     ]
     return f"output of step {frame.step}: " + (", ".join(said) or "none")
