@@ -1,4 +1,4 @@
-"""What one scheduled row costs: schedule + update of the engine core, in µs per request-row, measured beside a yardstick.
+"""What one scheduled row costs: schedule + update of the engine core, in µs per request-row beside a yardstick.
 
     python benchmarks/scheduler_step.py [--rounds 5] [--json FILE]
 

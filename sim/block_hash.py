@@ -45,7 +45,7 @@ def token_content(token_ids: Sequence[int]) -> bytes:
 
 
 def _salted_root(cache_salt: str) -> bytes:
-    """Where the chains of all requests with this salt begin. The kind is part of it: no other kind of key can meet it."""
+    """Where the chains of all requests with this salt begin; its kind is part of it, so no other key can meet it."""
     return blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
 
 

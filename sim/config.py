@@ -96,7 +96,7 @@ class SpeculativeConfig(Config):
 
     @property
     def extra_slots_per_seq(self) -> int:
-        """Tokens of the model's batch that the drafter takes up for every request (`max_num_new_slots_for_drafting`)."""
+        """Tokens of the batch that the drafter takes up for every request (`max_num_new_slots_for_drafting`)."""
         return 1 if self.method == "draft_model" else 0
 
     @property
@@ -149,8 +149,8 @@ class EngineConfig(Config):
         if fits < self.model.max_model_len:
             without = " (one of which serves nobody: null_block_is_no_room)" if corrected else ""
             raise ValueError(
-                f"num_gpu_blocks {self.cache.num_gpu_blocks}{without} of block_size {self.cache.block_size} hold {fits} "
-                f"tokens, below max_model_len {self.model.max_model_len}: raise the number of blocks or lower "
+                f"num_gpu_blocks {self.cache.num_gpu_blocks}{without} of block_size {self.cache.block_size} hold "
+                f"{fits} tokens, below max_model_len {self.model.max_model_len}: raise the number of blocks or lower "
                 "max_model_len"
             )
 

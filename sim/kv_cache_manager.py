@@ -21,7 +21,7 @@ def cdiv(a: int, b: int) -> int:
 class KVCacheManager:
     """Block tables of the running requests over one pool.
 
-    `speculative`: running requests may bring drafts. `drops_last_hit`: a prefix hit gives up its last block (draft heads).
+    `speculative`: running requests may bring drafts. `drops_last_hit`: a prefix hit gives up its last block.
     """
 
     def __init__(

@@ -280,7 +280,7 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
 def _drafting(steps: pd.DataFrame) -> dict[str, Any]:
     """vLLM's figures of speculative decoding; nothing where no draft was verified.
 
-    acceptance_rate = accepted / drafted tokens in percent; acceptance_length = tokens per verification, its own included.
+    acceptance_rate = accepted / drafted tokens in percent; acceptance_length = 1 + accepted tokens per verification.
     """
     rounds, drafted = int(steps.draft_rows.sum()), int(steps.draft_tokens.sum())
     if not rounds:

@@ -106,7 +106,7 @@ class BlockChange:
     kind: str
     """"take": handed to request_id with no content; "evict": its cached content is dropped (a take follows);
     "hash": its content became findable under `prefix_id`; "touch": request_id shares it or takes it back from
-    the free queue; "release": one reference less, `references` are left; "forget": its content is no longer findable."""
+    the free queue; "release": one reference less, `references` are left; "forget": nothing finds its content."""
     request_id: str | None = None
     prefix_id: str | None = None
     references: int = 0

@@ -129,7 +129,7 @@ class Request:
         self.num_hashed_blocks = 0
         """Leading blocks of the table that are in the prefix cache."""
         self.quiet_until = 0
-        """As long as it has fewer computed tokens than this, it has one token to compute, room for it, and no limit near."""
+        """With fewer computed tokens than this it has one token to compute, room for it, and no limit near."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -24,7 +24,7 @@ class StopCheck(StrEnum):
     """One reason to end a request with the token it just got."""
 
     EOS = "eos"
-    STOP_TOKEN = "stop token"  # noqa: S105 - a token of text
+    STOP_TOKEN = "stop token"
     LENGTH = "length"
 
 
@@ -68,7 +68,7 @@ class Rules(BaseModel):
     @classmethod
     def safe(cls) -> Rules:
         """0.22.0 with every correction on."""
-        return cls(**dict.fromkeys(CORRECTIONS, True))
+        return cls().model_copy(update=dict.fromkeys(CORRECTIONS, True))
 
     @property
     def corrections(self) -> tuple[str, ...]:

@@ -409,7 +409,8 @@ class Scheduler:
         if request.num_computed_tokens < request.num_tokens and request.status == RequestStatus.RUNNING:
             left = request.num_tokens - request.num_computed_tokens
             raise ValueError(
-                f"the executor sampled for request {request.request_id!r}, which has {left} known tokens left to compute"
+                f"the executor sampled for request {request.request_id!r}, which has {left} known tokens left "
+                "to compute"
             )
         for count, token in enumerate(tokens, start=1):
             request.output_token_ids.append(token)

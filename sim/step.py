@@ -18,7 +18,7 @@ class Step:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     """In order of scheduling; the order of everything derived from the step."""
     new_blocks: dict[str, tuple[list[int]]] = field(default_factory=dict)
-    """One list (there is one KV-cache group). Running requests: blocks appended now, if any. Admitted: the whole table."""
+    """One list each (of the one KV-cache group). Running: blocks appended now, if any. Admitted: the whole table."""
     spec_tokens: dict[str, list[int]] = field(default_factory=dict)
     """Drafts to verify, for the requests that have some."""
     running: list[Request] = field(default_factory=list)

@@ -1,20 +1,45 @@
-"""Engines for tests: built in one line, stepped by hand, with a model that answers every row and a worker that
-knows nothing but the plans."""
+"""Engines for tests: built in one line and stepped by hand, with a model that answers every row and a worker that
+knows nothing but the plans; or served by the simulated clock into a log."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from zlib import crc32
 
-from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from servetwin.sim.contract import ModelRunnerOutput, SamplingParams, SchedulerOutput
+from servetwin.sim.async_scheduler import UNKNOWN_DRAFT
+from servetwin.sim.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from servetwin.sim.contract import (
+    DraftTokenIds,
+    ModelRunnerOutput,
+    SamplingParams,
+    SchedulerOutput,
+    StepTimer,
+)
 from servetwin.sim.engine_core import EngineCore
+from servetwin.sim.engine_process import StepObserver
+from servetwin.sim.events import EventLog, MemorySink, Sink
+from servetwin.sim.host_model import HostModel
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.request import Request
-from servetwin.sim.token_source import TokenPrompt
+from servetwin.sim.rules import Rules
+from servetwin.sim.simulation import simulate
+from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
+from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
+from servetwin.sim.token_source import TokenPrompt, TokenSource
+from servetwin.workloads import ListWorkload, RequestSpec
 
 STEPS_AT_MOST = 2_000
+WRONG_DRAFT = 1 << 40
+"""No token that any answer has."""
 
 
 def engine_config(
@@ -26,6 +51,8 @@ def engine_config(
     max_num_batched_tokens: int = 512,
     caching: bool = False,
     eos_token_id: int | None = None,
+    speculative: SpeculativeConfig | None = None,
+    rules: Rules | None = None,
     **scheduler: object,
 ) -> EngineConfig:
     """A configuration in the words of the reports: `usable_blocks` leaves out the null block.
@@ -42,6 +69,8 @@ def engine_config(
         scheduler=SchedulerConfig.model_validate(
             {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, **scheduler}
         ),
+        speculative=speculative,
+        rules=rules or Rules.exact(),
     )
 
 
@@ -51,7 +80,10 @@ def some_tokens(name: str, count: int) -> list[int]:
 
 
 class Engine:
-    """An engine core stepped by hand. Requests enter unchecked: `core.refusal` is asked where a test is about it."""
+    """An engine core stepped by hand. Requests enter unchecked: `core.refusal` is asked where a test is about it.
+
+    `right_drafts`: with asynchronous scheduling only the worker knows the drafts; so many of each step are right.
+    """
 
     def __init__(
         self,
@@ -60,6 +92,7 @@ class Engine:
         *,
         plan_tokens: bool = True,
         journal: bool = False,
+        right_drafts: int = 0,
     ) -> None:
         self.config = config
         self.core = EngineCore(config, policy, plan_tokens=plan_tokens, journal=journal)
@@ -69,6 +102,9 @@ class Engine:
         self.known: dict[str, Request] = {}
         """Every request that was ever added."""
         self._answers: dict[str, Sequence[int]] = {}
+        self._reader = PlanReader()
+        self._num_sampled: Counter[str] = Counter()
+        self._right_drafts = right_drafts
 
     def request(
         self,
@@ -78,6 +114,7 @@ class Engine:
         *,
         priority: int = 0,
         arrival_ns: int | None = None,
+        cache_salt: str | None = None,
         **sampling: object,
     ) -> Request:
         """A request that is not in the engine; a prompt given by its length shares no token with another."""
@@ -91,6 +128,7 @@ class Engine:
             arrival_ns=len(self.known) if arrival_ns is None else arrival_ns,
             priority=priority,
             eos_token_id=self.config.model.eos_token_id,
+            cache_salt=cache_salt,
         )
 
     def add(
@@ -117,6 +155,8 @@ class Engine:
         """The ids that were ended by it."""
         return [r.request_id for r in self.core.abort_requests(request_ids)]
 
+    # ------------------------------------------------------------ the loop
+
     def schedule(self) -> Frame:
         frame = self.core.begin(now=len(self.known))
         assert frame is not None, "there is nothing to do"
@@ -125,44 +165,79 @@ class Engine:
     def complete(self, frame: Frame) -> EngineCoreOutputs:
         return self.core.complete(frame, self.model_output(frame.plan))
 
-    def model_output(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """One token for each row that reaches its last known token, none for the others."""
-        ids = list(plan.num_scheduled_tokens)
-        return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, [self._sample(r) for r in ids])
-
-    def _sample(self, request_id: str) -> list[int]:
-        request = self.known[request_id]
-        if request.finished or request.num_computed_tokens < request.num_tokens:
-            return []
-        index, answer = request.num_output_tokens, self._answers.get(request_id, ())
-        return [answer[index] if index < len(answer) else crc32(f"{request_id}>{index}".encode())]
+    def turn(self) -> Frame | None:
+        """One turn of the engine's loop: schedules, and completes the oldest step unless another may be begun."""
+        frame = self.core.begin(now=len(self.known))
+        if frame is None or not frame.plan.num_scheduled_tokens or not self.core.has_room:
+            self.complete(self.core.in_flight[0])
+        return frame
 
     def step(self) -> dict[str, int]:
-        """One whole step; returns its scheduled tokens by request."""
-        frame = self.schedule()
-        self.complete(frame)
-        return frame.plan.num_scheduled_tokens
+        """One turn; returns the tokens it scheduled by request."""
+        frame = self.turn()
+        return {} if frame is None else frame.plan.num_scheduled_tokens
 
     def frames(self) -> Iterator[Frame]:
         """All steps until nothing is left to do; each is seen between its schedule and its update."""
         for _ in range(STEPS_AT_MOST):
-            if not self.core.has_work():
+            if not self.core.has_work() and not self.core.in_flight:
                 return
-            frame = self.schedule()
-            yield frame
-            self.complete(frame)
+            frame = self.core.begin(now=len(self.known))
+            if frame is not None:
+                yield frame
+                if frame.plan.num_scheduled_tokens and self.core.has_room:
+                    continue
+            self.complete(self.core.in_flight[0])
         raise AssertionError(f"no end after {STEPS_AT_MOST} steps")
 
     def run(self, until: Callable[[], bool] | None = None) -> list[Frame]:
-        """Steps until a condition holds, or until nothing is left to do; returns the frames."""
+        """Turns until a condition holds, or until nothing is left to do; returns the frames."""
         if until is None:
             return list(self.frames())
         frames: list[Frame] = []
-        while not until():
-            frames.append(self.schedule())
-            self.complete(frames[-1])
-            assert len(frames) < STEPS_AT_MOST, f"no end after {len(frames)} steps"
-        return frames
+        for _ in range(STEPS_AT_MOST):
+            if until():
+                return frames
+            if (frame := self.turn()) is not None:
+                frames.append(frame)
+        raise AssertionError(f"no end after {len(frames)} steps")
+
+    # ------------------------------------------------------------ the model
+
+    def model_output(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """The next tokens of each row that reaches its last known token, none for the others. Once for each plan."""
+        rows = self._reader.rows(plan)
+        ids = [row.request_id for row in rows]
+        return ModelRunnerOutput(
+            ids, {r: i for i, r in enumerate(ids)}, [self._sample(r, plan) for r in rows]
+        )
+
+    def token(self, request_id: str, index: int) -> int:
+        """What the model says at this place of the request's output."""
+        answer = self._answers.get(request_id, ())
+        return answer[index] if index < len(answer) else crc32(f"{request_id}>{index}".encode())
+
+    def draft(self, request_id: str, *, right: int = 0, wrong: int = 0) -> None:
+        """Drafts for the next step: so many that the model will agree with, then so many that it will not."""
+        first = self.known[request_id].num_output_tokens
+        guesses = [self.token(request_id, first + i) for i in range(right)] + [WRONG_DRAFT] * wrong
+        self.core.update_draft_tokens(DraftTokenIds([request_id], [guesses]))
+
+    def _sample(self, row: PlanRow, plan: SchedulerOutput) -> list[int]:
+        """One token more than there are right drafts in front."""
+        if not row.samples:
+            return []
+        request_id, first = row.request_id, self._num_sampled[row.request_id]
+        tokens = [self.token(request_id, first)]
+        for place, draft in enumerate(plan.scheduled_spec_decode_tokens.get(request_id, ())):
+            right = place < self._right_drafts if draft == UNKNOWN_DRAFT else draft == tokens[-1]
+            if not right:
+                break
+            tokens.append(self.token(request_id, first + len(tokens)))
+        self._num_sampled[request_id] += len(tokens)
+        return tokens
+
+    # ------------------------------------------------------------ what stands where
 
     @property
     def running(self) -> list[str]:
@@ -175,6 +250,45 @@ class Engine:
     def table(self, request_id: str) -> list[int]:
         """The block table of a request."""
         return self.kv.block_ids(self.known[request_id])
+
+
+def drafting(method: str, num_speculative_tokens: int) -> SpeculativeConfig:
+    return SpeculativeConfig.model_validate(
+        {"method": method, "num_speculative_tokens": num_speculative_tokens}
+    )
+
+
+def serve(
+    requests: list[RequestSpec],
+    config: EngineConfig,
+    *,
+    step_ns: int = 1_000_000_000,
+    timer: StepTimer | None = None,
+    host: HostModel | None = None,
+    policy: SchedulingPolicy | None = None,
+    ignore_eos: bool = True,
+    save_tokens: bool = False,
+    cache_resets_ns: Iterable[int] = (),
+    on_step: StepObserver | None = None,
+    sink: Sink | None = None,
+) -> MemorySink:
+    """The log of requests served by the simulated clock; `sink` gets it instead, if there is one."""
+    log = MemorySink()
+    tokens = TokenSource(config.model.vocab_size)
+    simulate(
+        RunConfig(engine=config, executor="constant", ignore_eos=ignore_eos),
+        ListWorkload(requests),
+        timer or ModelledStepTimer(ConstantStepModel(step_ns), tokens, "constant"),
+        EventLog(log if sink is None else sink, save_tokens=save_tokens),
+        tokens=tokens,
+        plan_tokens=False,
+        log_blocks=True,
+        host=host,
+        policy=policy,
+        cache_resets_ns=cache_resets_ns,
+        on_step=on_step,
+    )
+    return log
 
 
 def scheduled(frames: Sequence[Frame], request_id: str) -> list[int]:

@@ -162,7 +162,7 @@ class EngineFlags:
         str,
         _flag(
             SCHEDULER,
-            "Order of admission and choice of preemption victims: fcfs, priority, sjf (shortest predicted output first, "
+            "Order of admission and choice of preemption victims: fcfs, priority, sjf (shortest predicted output, "
             "with ageing), fair (between client_ids by tokens served), or module:Class of your own.",
         ),
     ] = "fcfs"

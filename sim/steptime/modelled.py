@@ -30,7 +30,10 @@ class ConstantStepModel:
 
 
 class ModelledStepTimer:
-    """A StepTimer made of a step model, a source of tokens and, where drafts are verified, their model. Raises ValueError for a step of no duration."""
+    """A StepTimer made of a step model, a source of tokens and, with speculative decoding, a model of its drafts.
+
+    Raises ValueError for a step of no duration.
+    """
 
     def __init__(
         self, model: StepModel, tokens: TokenSource, source: str, drafts: DraftModel | None = None
