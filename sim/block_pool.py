@@ -77,9 +77,10 @@ class BlockPool:
         assert count <= self.num_free, "checked by the KV-cache manager"
         blocks = self._pop_front(count)
         self.num_free -= count
+        references, hash_of = self._references, self._hash_of
         for block in blocks:
-            self._references[block] = 1
-            if self._hash_of[block] is not None:
+            references[block] = 1
+            if hash_of[block] is not None:
                 self._evict(block)
         if self.journal is not None:
             self.journal += [BlockChange(b, "take", request_id, references=1) for b in blocks]
@@ -100,26 +101,26 @@ class BlockPool:
 
     def release(self, blocks: Iterable[int], request_id: str) -> None:
         """One reference less on each block, in this order; those with none left go to the back of the free queue."""
+        references, hash_of = self._references, self._hash_of
         for block in blocks:
-            self._references[block] -= 1
-            if self._references[block] == 0:
+            references[block] = left = references[block] - 1
+            if not left:
                 self._queue.append(block)
                 self.num_free += 1
-                if self._hash_of[block] is not None:
+                if hash_of[block] is not None:
                     self.num_cached_free += 1
             if self.journal is not None:
-                self.journal.append(
-                    BlockChange(block, "release", request_id, references=self._references[block])
-                )
+                self.journal.append(BlockChange(block, "release", request_id, references=left))
 
-    def release_in_front(self, blocks: Iterable[int], request_id: str) -> None:
+    def release_in_front(self, blocks: Sequence[int], request_id: str) -> None:
         """As `release`, but those with no reference left are the next to be taken, in this order."""
-        freed = [b for b in blocks if self._references[b] == 1]
-        if not self._stale.keys().isdisjoint(freed):
+        if not self._stale.keys().isdisjoint(blocks):
             # A stale entry must not lie behind the valid one.
             self._queue, self._head, self._stale = self.free_queue(), 0, {}
-        self.release(freed, request_id)
-        del self._queue[len(self._queue) - len(freed) :]
+        end = len(self._queue)
+        self.release(blocks, request_id)
+        freed = self._queue[end:]
+        del self._queue[end:]
         self._queue[self._head : self._head] = freed
 
     def forget(self, block: int) -> None:
@@ -137,20 +138,24 @@ class BlockPool:
                     self.journal.append(BlockChange(block, "forget"))
         self.num_cached_free = 0
 
-    def insert(self, block: int, block_hash: BlockHash) -> None:
-        """Makes the content of a block in use findable, beside older blocks with the same content."""
-        self._hash_of[block] = block_hash
-        present = self._blocks_of.get(block_hash)
-        if present is None:
-            self._blocks_of[block_hash] = block
-        elif isinstance(present, dict):
+    def insert(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
+        """Makes the contents of blocks in use findable, beside older blocks with the same content."""
+        blocks_of, hash_of = self._blocks_of, self._hash_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            hash_of[block] = block_hash
+            present = blocks_of.setdefault(block_hash, block)
+            if present != block:
+                self._insert_beside(present, block, block_hash)
+            if self.journal is not None:
+                self.journal.append(
+                    BlockChange(block, "hash", prefix_id=_text(block_hash), references=self._references[block])
+                )
+
+    def _insert_beside(self, present: int | dict[int, None], block: int, block_hash: BlockHash) -> None:
+        if isinstance(present, dict):
             present[block] = None
         else:
             self._blocks_of[block_hash] = {present: None, block: None}
-        if self.journal is not None:
-            self.journal.append(
-                BlockChange(block, "hash", prefix_id=_text(block_hash), references=self._references[block])
-            )
 
     def _pop_front(self, count: int) -> list[int]:
         if not self._stale:
@@ -187,11 +192,11 @@ class BlockPool:
         block_hash = self._hash_of[block]
         assert block_hash is not None
         self._hash_of[block] = None
-        holders = self._blocks_of[block_hash]
-        if isinstance(holders, dict) and len(holders) > 1:
+        holders = self._blocks_of.pop(block_hash)
+        if isinstance(holders, dict):
             del holders[block]
-        else:
-            del self._blocks_of[block_hash]
+            if holders:
+                self._blocks_of[block_hash] = holders
         return block_hash
 
     # ------------------------------------------------------------ the books

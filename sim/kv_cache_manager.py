@@ -141,7 +141,7 @@ class KVCacheManager:
         request.num_hashed_blocks = request.quiet_until = 0
         self.num_holders -= 1
         if self._free_order is FreeOrder.UNHASHED_IN_FRONT:
-            self.pool.release_in_front((b for b in back if self.pool.hash_of(b) is None), request.request_id)
+            self.pool.release_in_front([b for b in back if self.pool.hash_of(b) is None], request.request_id)
             back = [b for b in back if self.pool.hash_of(b) is not None]
         self.pool.release(back, request.request_id)
 
@@ -193,9 +193,7 @@ class KVCacheManager:
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
         full, done = num_tokens // self.block_size, request.num_hashed_blocks
         if full > done:
-            hashes = request.block_hashes(full)
-            for i in range(done, full):
-                self.pool.insert(request.block_ids[i], hashes[i])
+            self.pool.insert(request.block_ids[done:full], request.block_hashes(full)[done:full])
             request.num_hashed_blocks = full
 
     def _note_quiet(self, request: Request) -> None:

@@ -363,7 +363,8 @@ class Scheduler:
         sample there.
         """
         outputs = EngineCoreOutputs()
-        requests, drafts_of = self.requests, plan.scheduled_spec_decode_tokens
+        requests, new_token_ids = self.requests, outputs.new_token_ids
+        drafts_of = plan.scheduled_spec_decode_tokens
         for request_id, tokens in _in_plan_order(plan, output):
             request = requests.get(request_id)
             if request is None:
@@ -383,13 +384,13 @@ class Scheduler:
                 # Nine of ten rows: one token that ends nothing.
                 request.output_token_ids.append(tokens[0])
                 request.num_tokens += 1
-                outputs.new_token_ids[request_id] = tokens
+                new_token_ids[request_id] = tokens
                 if self._counts_ahead:
                     self._tokens_arrived(request, 1)
             else:
-                outputs.new_token_ids[request_id] = self._take_tokens(request, tokens, outputs)
+                new_token_ids[request_id] = self._take_tokens(request, tokens, outputs)
         if outputs.finished:
-            self.running = [r for r in self.running if not r.finished]
+            self.running = [r for r in self.running if r.request_id not in outputs.finished]
         return outputs
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:

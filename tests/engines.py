@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 from zlib import crc32
 
 from servetwin.sim.async_scheduler import UNKNOWN_DRAFT
@@ -149,6 +150,7 @@ class Engine:
     def put(self, request: Request) -> None:
         """Queues a request made elsewhere."""
         self.known[request.request_id] = request
+        self._num_sampled.pop(request.request_id, None)
         self.core.add_request(request, now=len(self.known))
 
     def abort(self, *request_ids: str) -> list[str]:
@@ -255,6 +257,13 @@ class Engine:
 def drafting(method: str, num_speculative_tokens: int) -> SpeculativeConfig:
     return SpeculativeConfig.model_validate(
         {"method": method, "num_speculative_tokens": num_speculative_tokens}
+    )
+
+
+def spec(request_id: str, prompt: int, output: int, at_s: float = 0.0, **rest: Any) -> RequestSpec:
+    """A request of a workload, by its lengths."""
+    return RequestSpec(
+        request_id=request_id, arrival_s=at_s, prompt_tokens=prompt, output_tokens=output, **rest
     )
 
 

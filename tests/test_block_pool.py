@@ -36,7 +36,7 @@ def test_hashed_and_unhashed_blocks_share_one_queue() -> None:
     """Cached content earns no second life: the block at the front goes, content or not."""
     pool = BlockPool(4)
     pool.take(3, "a")
-    pool.insert(2, content(2))
+    pool.insert([2], [content(2)])
     pool.release([2, 1, 3], "a")
     assert pool.take(1, "b") == [2]
     assert pool.find(content(2)) is None
@@ -47,7 +47,7 @@ def test_content_survives_release_until_its_block_is_taken() -> None:
     """A free block can still be hit."""
     pool = BlockPool(4)
     pool.take(1, "a")
-    pool.insert(1, content(1))
+    pool.insert([1], [content(1)])
     pool.release([1], "a")
     assert pool.find(content(1)) == 1
     assert pool.num_cached_free == 1
@@ -61,7 +61,7 @@ def test_a_touched_free_block_leaves_the_middle_of_the_queue() -> None:
     """The others keep their order, and it comes back at the end."""
     pool = BlockPool(5)
     pool.take(4, "a")
-    pool.insert(3, content(3))
+    pool.insert([3], [content(3)])
     pool.release([4, 3, 2, 1], "a")
     pool.touch([3], "b")
     assert pool.free_queue() == [4, 2, 1]
@@ -87,8 +87,8 @@ def test_the_oldest_duplicate_is_found(evicted: int, left: int) -> None:
     """Equal content in two blocks: the older is hit; taking one exposes the other."""
     pool = BlockPool(3)
     pool.take(2, "a")
-    pool.insert(1, content(9))
-    pool.insert(2, content(9))
+    pool.insert([1], [content(9)])
+    pool.insert([2], [content(9)])
     assert pool.find(content(9)) == 1
     assert pool.num_cached_hashes == 1
     pool.release([evicted, left], "a")
@@ -100,7 +100,7 @@ def test_the_journal_tells_every_change_in_order() -> None:
     """Take, hash, release, touch; and an eviction before the take that caused it."""
     pool = BlockPool(2, journal=True)
     pool.take(1, "a")
-    pool.insert(1, content(1))
+    pool.insert([1], [content(1)])
     pool.release([1], "a")
     pool.touch([1], "b")
     pool.release([1], "b")
@@ -144,7 +144,7 @@ class PoolMachine(RuleBasedStateMachine):
         candidates = [b for b, n in self.references.items() if n and b not in self.contents]
         if candidates:
             block = data.draw(st.sampled_from(candidates))
-            self.pool.insert(block, content(content_id))
+            self.pool.insert([block], [content(content_id)])
             self.contents[block] = content_id
 
     @rule(content_id=st.integers(0, 3))

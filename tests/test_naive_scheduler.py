@@ -72,7 +72,7 @@ def product_outcome(scenario: Json) -> tuple[list[str], bool]:
     return as_text(lines[:LINES_AT_MOST]), len(lines) <= LINES_AT_MOST
 
 
-@given(scenarios())
+@given(scenarios() | scenarios(extended=True))
 def test_product_decides_as_the_naive_model(scenario: Json) -> None:
     """Line for line; what does not end in one does not end in the other."""
     expected, expected_end = naive_outcome(scenario)

@@ -11,7 +11,7 @@ that shares between two clients (stories have no more) owes the other client the
 at most everything computed before the wait, and then as much as the waiting client's own earlier requests get; an
 output token may be charged as two. Beyond that every seat may take one request before the accounts even out, and
 hold it for its whole length. Hence at most
-`2 x (tokens computed before the wait + tokens for earlier requests since + max_num_seqs x max_model_len)`.
+`2 x (tokens computed before the wait + tokens for earlier requests since + seats x tokens of the longest overtaker)`.
 
 **Progress, the bound.** Between two signs of life (an output, a receipt, an end) each unfinished request may compute
 all its known tokens once, and once more for each other one that pushed it out: at most
@@ -202,10 +202,9 @@ def _order_of_service(scene: Scene) -> str | None:
 
 
 def _nobody_starves(scene: Scene) -> str | None:
-    scheduler = scene.config.scheduler
     for request_id in scene.ledger.unfinished:
         entry = scene.ledger.entries[request_id]
-        in_seats = scheduler.max_num_seqs * scene.config.model.max_model_len
+        in_seats = scene.config.scheduler.max_num_seqs * entry.longest_overtaking_tokens
         bound = SERVICE_WEIGHT * (entry.earlier_tokens + in_seats)
         if entry.overtaking_tokens > bound:
             waited = (scene.now - entry.served_ns) // NS_PER_S
@@ -409,7 +408,7 @@ INVARIANTS = (
         15,
         "no starvation",
         f"while a request gets nothing for more than {PATIENCE_NS // NS_PER_S} s, later ones of no more urgency are let "
-        "in and given at most 2 x (tokens computed before or for earlier requests + max_num_seqs x max_model_len)",
+        "in and given at most 2 x (tokens computed before or for earlier requests + seats x tokens of the longest)",
         _nobody_starves,
     ),
     Invariant(

@@ -41,6 +41,8 @@ class Entry:
     """New tokens that all requests had been given by then, and since then those received before it."""
     overtaking_tokens: int = 0
     """Since it lost patience: new tokens for requests received later, of equal or lower urgency, let in since."""
+    longest_overtaking_tokens: int = 0
+    """The most tokens that one of these can need."""
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ class Ledger:
         for request_id, entry in self.entries.items():
             if request_id in new_tokens:
                 entry.served_ns, entry.earlier_tokens = frame.start_ns, self.new_tokens
-                entry.overtaking_tokens = 0
+                entry.overtaking_tokens = entry.longest_overtaking_tokens = 0
             elif entry.end is None:
                 self._passed_over(entry, new_tokens, frame.start_ns)
 
@@ -152,3 +154,5 @@ class Ledger:
                 and other.admitted_ns >= out_of_patience_ns
             ):
                 waiting.overtaking_tokens += count
+                whole = other.request.num_prompt_tokens + other.request.max_tokens
+                waiting.longest_overtaking_tokens = max(waiting.longest_overtaking_tokens, whole)
