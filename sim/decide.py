@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import ValidationError
+
+from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput, SamplingParams, SchedulerOutput
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.progress_guard import ProgressGuard
 from servetwin.sim.records import Frame, ScheduleRecord
 from servetwin.sim.request import Request
-from servetwin.sim.scenario import Scenario, ScenarioError, ScenarioRequest, list_crc
+from servetwin.sim.scenario import Scenario, ScenarioError, ScenarioRequest, explain, list_crc
 from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
 from servetwin.sim.token_source import TokenPrompt
 
@@ -37,7 +40,7 @@ class ScenarioLoop:
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
         self.by_clock = scenario.time_mode == "clock"
-        self.core = EngineCore(scenario.engine_config())
+        self.core = EngineCore(_engine_config(scenario))
         self._guard = ProgressGuard()
         self.step = 0
         self.clock_ns = 0
@@ -208,6 +211,13 @@ class ScenarioLoop:
             "running_crc": list_crc(running),
             "free_crc": list_crc(pool.free_queue()),
         }
+
+
+def _engine_config(scenario: Scenario) -> EngineConfig:
+    try:
+        return scenario.engine_config()
+    except ValidationError as e:
+        raise ScenarioError(explain(e)) from e
 
 
 class ScenarioWorker:

@@ -1,7 +1,7 @@
 """What a pasted `vllm serve` command line means for the twin.
 
 A flag is followed, ignored (and named in one warning) where it has nothing to do with what is simulated, or
-refused by name where it would change the schedule and is not modelled (ecosystem.md 1, design.md 10).
+refused by name where it would change the schedule and is not modelled.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def hint_for_unknown_flag(flag: str) -> str | None:
 
 
 def partial_prefill_note(flags: tuple[str, ...]) -> str:
-    """Why these partial-prefill flags do not do what they promise (reports.md 7)."""
+    """Why these partial-prefill flags do not do what they promise."""
     return (
         f"{' and '.join(flags)}: the scheduler of vLLM 0.22.0 limits no partial prefills; above 1, "
         "--max-num-partial-prefills only sets a long_prefill_token_threshold of 0 to 4 % of max_model_len, "
@@ -85,7 +85,7 @@ def partial_prefill_note(flags: tuple[str, ...]) -> str:
 def resolve_long_prefill_token_threshold(
     threshold_tokens: int, max_num_partial_prefills: int, max_model_len: int
 ) -> int:
-    """The threshold that vLLM 0.22.0 schedules with, in tokens (scheduler.md 1)."""
+    """The threshold that vLLM 0.22.0 schedules with, in tokens."""
     if max_num_partial_prefills > 1 and threshold_tokens == 0:
         return int(max_model_len * LONG_PREFILL_FRACTION)
     return threshold_tokens

@@ -48,8 +48,8 @@ def scenarios(draw: Draw, extended: bool = False) -> Json:
     """A scenario of 1 to 14 requests.
 
     `extended` also draws speculative decoding, asynchronous scheduling and the reports of the V2 model runner.
-    Asynchronous scenarios keep to step time and to drafters of a fixed length: their rules for the clock and for
-    short drafts are not part of the recorded behaviour.
+    No recorded scenario has asynchronous scheduling with a clock or with drafts of varying length: there the naive
+    model is one reading of the rules, and the two can only agree on it.
     """
     config = _config(draw)
     if draw(ONE_IN_THREE):
@@ -57,7 +57,7 @@ def scenarios(draw: Draw, extended: bool = False) -> Json:
     if extended:
         config |= _extension(draw)
     scenario: Json = {"config": config, "model": draw(MODELS)}
-    clock = None if config.get("async_scheduling") else draw(st.none() | STEP_TIMES)
+    clock = draw(st.none() | STEP_TIMES)
     if clock is not None:
         scenario |= {"time_mode": "clock", "step_time": clock}
     times = _Times(clock)
@@ -112,7 +112,7 @@ def _extension(draw: Draw) -> Json:
             "method": st.sampled_from(methods),
             "num_speculative_tokens": st.integers(1, 4),
             "accept_percent": st.sampled_from([0, 50, 80, 100]),
-            "variable_length": st.just(False) if asynchronous else st.booleans(),
+            "variable_length": st.booleans(),
         }
     )
     return {

@@ -1,7 +1,7 @@
 """The points of the scheduler that an implementation gets wrong, one small case each.
 
-The numbers in the names are those of the specification's list; what belongs to speculative decoding or to
-asynchronous scheduling is left out.
+The numbers in the names are those of the specification's list (vLLM 0.22.0 to the letter; `test_rules.py` has the
+switches, `test_async_scheduler.py` what asynchronous scheduling adds).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import Engine, engine_config, hit_tokens, preempted, scheduled, some_tokens
+from engines import Engine, drafting, engine_config, hit_tokens, preempted, scheduled, some_tokens
 
 from servetwin.sim.contract import SamplingParams
 from servetwin.sim.records import PrefixCacheStats, WaitReason
@@ -254,6 +254,19 @@ def test_05_the_gate_counts_the_outputs_of_a_resumed_request() -> None:
     assert any(f.record.free_blocks >= 2 for f in waited)
 
 
+def test_06_hit_blocks_that_nobody_uses_count_as_taken() -> None:
+    """They leave the free queue: with two of them three blocks are too few for a prompt of four, four are enough."""
+    for holder, expected in ((9, {"holder": 1}), (5, {"holder": 1, "r": 8})):
+        engine = Engine(engine_config(usable_blocks=6, caching=True))
+        tokens = some_tokens("p", 8)
+        engine.add("first", tokens)
+        engine.run()
+        engine.add("holder", holder, 3)
+        engine.step()
+        engine.add("r", tokens + some_tokens("tail", 8))
+        assert engine.step() == expected
+
+
 def test_06_hit_blocks_in_use_cost_nothing() -> None:
     """The same prompt needs a block less of the free ones for each block that a running request holds."""
     engine = Engine(engine_config(usable_blocks=6, caching=True))
@@ -320,6 +333,22 @@ def test_09_equal_blocks_are_kept_side_by_side() -> None:
     assert engine.table("c")[:2] == [1, 3]
 
 
+def test_09_the_eviction_of_a_duplicate_exposes_the_next() -> None:
+    """Two requests hold equal blocks side by side; the older ones are taken away, and the younger ones are hit."""
+    engine = Engine(engine_config(usable_blocks=10, caching=True))
+    tokens = some_tokens("p", 9)
+    a = engine.add("a", tokens[:3], 7, answer=tokens[3:])
+    b = engine.add("b", tokens[:3], 17, answer=tokens[3:])
+    engine.run(until=lambda: a.finished)
+    assert (engine.table("b")[:2], b.finished) == ([2, 4], False)
+    engine.add("other", 20)
+    engine.run(until=lambda: b.finished)
+    assert engine.pool.hash_of(1) != engine.pool.hash_of(2)
+    engine.add("c", tokens)
+    engine.schedule()
+    assert engine.table("c")[:2] == [2, 4]
+
+
 def test_10_the_first_block_handed_out_is_block_1() -> None:
     """Block 0 is the null block."""
     engine = Engine(engine_config(usable_blocks=3))
@@ -374,18 +403,41 @@ def test_14_the_threshold_comes_before_the_test_for_whole_prompts() -> None:
 
 
 def test_15_admission_takes_blocks_for_its_tokens_only() -> None:
-    """Nothing ahead, also after a prefix hit."""
-    engine = Engine(engine_config(caching=True))
+    """A draft head wants three slots ahead: not at admission, also after a hit, but from the first decode on."""
+    engine = Engine(engine_config(caching=True, speculative=drafting("eagle", 3)))
     tokens = some_tokens("p", 8)
-    engine.add("cold", tokens, 5)
+    cold = engine.add("cold", tokens, 5)
     engine.schedule()
     assert len(engine.table("cold")) == 2
-    engine = Engine(engine_config(caching=True, max_num_batched_tokens=8))
-    engine.add("cold", tokens)
-    engine.run()
-    engine.add("warm", tokens + some_tokens("tail", 20))
+    engine.complete(engine.core.in_flight[0])
     engine.schedule()
-    assert len(engine.table("warm")) == 2 + 2
+    assert (cold.num_computed_tokens, len(engine.table("cold"))) == (9, 3)
+    engine.complete(engine.core.in_flight[0])
+    engine.add("warm", tokens + some_tokens("tail", 8))
+    frame = engine.schedule()
+    assert hit_tokens([frame], "warm") == [4]
+    assert len(engine.table("warm")) == 4
+
+
+@pytest.mark.parametrize(("method", "blocks"), [("ngram", 2), ("eagle", 3), ("draft_model", 3)])
+def test_15_drafters_without_kv_need_no_slots_ahead(method: str, blocks: int) -> None:
+    """The first decode computes token 7 of two blocks: only a drafter that writes KV asks for more."""
+    engine = Engine(engine_config(speculative=drafting(method, 3)))
+    engine.add("r", 6, 5)
+    engine.step()
+    engine.step()
+    assert len(engine.table("r")) == blocks
+
+
+def test_15_a_draft_head_gives_up_the_last_block_of_a_hit() -> None:
+    """It needs the hidden state before its first token."""
+    for method, hit in (("eagle", 4), ("draft_model", 8), ("ngram", 8)):
+        engine = Engine(engine_config(caching=True, speculative=drafting(method, 2)))
+        tokens = some_tokens("p", 12)
+        for name in ("cold", "warm"):
+            engine.add(name, tokens)
+            frames = engine.run()
+        assert hit_tokens(frames, "warm") == [hit]
 
 
 def test_16_the_window_ends_a_request_before_its_max_tokens() -> None:
@@ -395,6 +447,29 @@ def test_16_the_window_ends_a_request_before_its_max_tokens() -> None:
     frames = engine.run()
     assert (r.num_tokens, r.finish_reason) == (12, "length")
     assert sum(scheduled(frames, "r")) == 11
+
+
+def test_16_drafts_are_cut_at_the_end_of_the_window() -> None:
+    """computed + n never passes max_model_len - 1: with two tokens of room one draft of three is left."""
+    engine = Engine(engine_config(max_model_len=12, speculative=drafting("ngram", 3)))
+    r = engine.add("r", 9, 50)
+    engine.step()
+    engine.draft("r", wrong=3)
+    plan = engine.schedule().plan
+    assert (plan.num_scheduled_tokens, len(plan.scheduled_spec_decode_tokens["r"])) == ({"r": 2}, 1)
+    assert r.num_computed_tokens == 11
+
+
+def test_16_admission_knows_no_such_clamp() -> None:
+    """A request that its min_tokens keep alive at the edge gets 0 tokens while it runs, and all 16 when it resumes."""
+    engine = Engine(engine_config(usable_blocks=6, max_model_len=16, policy="priority"))
+    stuck = engine.add("stuck", 10, 20, min_tokens=20, priority=9)
+    engine.run(until=lambda: stuck.num_tokens == 16)
+    assert engine.step() == {}
+    engine.add("urgent", 7, 3)
+    engine.run(until=lambda: stuck.num_preemptions == 1)
+    frames = engine.run(until=lambda: stuck.status == RequestStatus.RUNNING)
+    assert scheduled(frames, "stuck") == [16]
 
 
 def test_16_a_smaller_budget_than_max_num_batched_tokens_counts() -> None:
@@ -456,6 +531,65 @@ def test_19_computed_runs_ahead_of_the_execution() -> None:
     assert (r.num_computed_tokens, r.num_output_tokens) == (7, 1)
 
 
+def drafted(*, right: int, wrong: int) -> Engine:
+    """r, with a prompt of 6 and one output, has drafts for the next step."""
+    engine = Engine(engine_config(caching=True, speculative=drafting("eagle", 3)))
+    engine.add("r", 6, 40)
+    engine.step()
+    engine.draft("r", right=right, wrong=wrong)
+    return engine
+
+
+def test_19_rejected_drafts_are_rolled_back_and_their_blocks_stay() -> None:
+    """One of three drafts is right: two tokens come, computed goes back by two, the third block is kept."""
+    engine = drafted(right=1, wrong=2)
+    r, frame = engine.known["r"], engine.schedule()
+    assert frame.plan.num_scheduled_tokens == {"r": 4}
+    assert (r.num_computed_tokens, r.num_tokens) == (10, 7)
+    engine.complete(frame)
+    assert (r.num_computed_tokens, r.num_tokens) == (8, 9)
+    # 10 tokens and three slots ahead took a fourth block.
+    assert len(engine.table("r")) == 4
+    assert engine.schedule().plan.scheduled_cached_reqs.new_block_ids == [None]
+
+
+def test_19_drafts_are_never_hashed() -> None:
+    """Ten tokens of the step fill two blocks, but seven are known: one block is; accepted, they are a step later."""
+    engine = drafted(right=3, wrong=0)
+    r, frame = engine.known["r"], engine.schedule()
+    assert (r.num_computed_tokens, engine.pool.num_cached_hashes) == (10, 1)
+    engine.complete(frame)
+    assert (r.num_tokens, engine.pool.num_cached_hashes) == (11, 1)
+    engine.schedule()
+    assert engine.pool.num_cached_hashes == 2
+
+
+def test_19_drafts_that_do_not_fit_the_step_are_dropped() -> None:
+    """Budget for two of four tokens: one draft is verified, the others are gone."""
+    engine = Engine(engine_config(max_num_batched_tokens=2, max_num_seqs=2, speculative=drafting("ngram", 3)))
+    r = engine.add("r", 2, 40)
+    engine.step()
+    engine.draft("r", right=3)
+    frame = engine.schedule()
+    assert [len(d) for d in frame.plan.scheduled_spec_decode_tokens.values()] == [1]
+    assert r.spec_token_ids == []
+    engine.complete(frame)
+    assert r.num_output_tokens == 3
+
+
+def test_19_drafts_of_an_unfinished_prompt_and_of_the_dead_are_ignored() -> None:
+    """The drafter knows of neither."""
+    engine = Engine(engine_config(max_num_batched_tokens=8, speculative=drafting("ngram", 2)))
+    r, gone = engine.add("r", 12, 4), engine.add("gone", 2, 4)
+    engine.step()
+    assert r.is_prefill_chunk
+    engine.abort("gone")
+    engine.draft("r", wrong=2)
+    engine.draft("gone", wrong=2)
+    assert (r.spec_token_ids, gone.spec_token_ids) == ([], [])
+    assert engine.schedule().plan.scheduled_spec_decode_tokens == {}
+
+
 # ---------------------------------------------------------------- what a plan says
 
 
@@ -502,8 +636,22 @@ def test_20_a_running_request_that_sat_out_a_step_carries_all_its_tokens() -> No
     assert engine.schedule().plan.scheduled_cached_reqs.all_token_ids == {}
 
 
+def test_20_the_second_model_runner_gets_resumed_requests_as_new_ones() -> None:
+    """Behind the new ones, with the whole table and all known tokens; nobody is listed as resumed."""
+    engine = Engine(engine_config(usable_blocks=5, use_v2_model_runner=True))
+    engine.add("a", 8, 4)
+    b = engine.add("b", 9, 4)
+    engine.run(until=lambda: b.num_preemptions == 1)
+    plan = engine.run(until=lambda: b.status == RequestStatus.RUNNING or b.finished)[-1].plan
+    (told,) = plan.scheduled_new_reqs
+    assert plan.scheduled_cached_reqs.resumed_req_ids == set()
+    assert (told.req_id, told.num_output_tokens, len(told.block_ids[0])) == ("b", 1, 3)
+    assert told.prefill_token_ids == b.all_token_ids()[:10]
+    assert told.prompt_token_ids == b.prompt.token_ids()
+
+
 def test_20_lookups_are_counted_at_every_try() -> None:
-    """A refused head of the queue counts again in each step; a preempted one counts apart."""
+    """A refused head of the queue counts again in each step."""
     engine = Engine(engine_config(usable_blocks=6, caching=True))
     tokens = some_tokens("p", 8)
     engine.add("first", tokens)
@@ -512,11 +660,24 @@ def test_20_lookups_are_counted_at_every_try() -> None:
     engine.step()
     engine.add("head", tokens + some_tokens("tail", 8))
     refused = engine.schedule()
-    assert refused.record.head_reason is WaitReason.GATE
+    assert refused.record.head_reason is WaitReason.BLOCKS
     assert refused.record.prefix == PrefixCacheStats(requests=1, queries=16, hits=8)
     engine.complete(refused)
     admitted = engine.schedule()
     assert admitted.record.prefix == PrefixCacheStats(requests=1, queries=16, hits=8)
+
+
+def test_20_lookups_of_a_preempted_request_are_counted_apart() -> None:
+    """Also at every try: b finds its own two blocks, in each step until it is let in again."""
+    engine = Engine(engine_config(usable_blocks=5, caching=True))
+    engine.add("a", 8, 4)
+    b = engine.add("b", 9, 4)
+    engine.run(until=lambda: b.num_preemptions == 1)
+    frames = engine.run(until=lambda: b.status == RequestStatus.RUNNING)
+    assert len(frames) > 1
+    for frame in frames:
+        counted = PrefixCacheStats(preempted_requests=1, preempted_queries=10, preempted_hits=8)
+        assert frame.record.prefix == counted
 
 
 def test_common_prefix_blocks_are_those_that_every_holder_shares() -> None:
@@ -527,6 +688,15 @@ def test_common_prefix_blocks_are_those_that_every_holder_shares() -> None:
         engine.add("a", shared + some_tokens("a", 5))
         engine.add("b", shared + some_tokens("b", 5))
         assert engine.schedule().plan.num_common_prefix_blocks == [expected]
+
+
+def test_without_seats_and_without_tokens_it_is_the_seats() -> None:
+    """The last seat took the last token: more tokens alone would not let the next one in."""
+    engine = Engine(engine_config(max_num_batched_tokens=8, max_num_seqs=1))
+    engine.add("first", 8)
+    engine.add("second", 4)
+    record = engine.schedule().record
+    assert (record.head, record.head_reason) == ("second", WaitReason.SEATS)
 
 
 def test_whoever_finds_the_budget_spent_waits_for_tokens() -> None:

@@ -16,7 +16,7 @@ from servetwin.sim.testing.story import PolicyError
 from servetwin.sim.testing.trial import Trial, plain_engine
 
 DEFAULT_EXAMPLES = 60
-ACTIONS = 30
+ACTIONS = 20
 """Actions of a story at most, the draining of the engine apart."""
 _UNREPEATABLE = "told again, the same story went otherwise: the policy is not deterministic"
 

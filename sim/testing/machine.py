@@ -21,7 +21,7 @@ from servetwin.sim.testing.strategies import arrivals, delays_ns, engine_configs
 from servetwin.sim.testing.trial import Trial
 
 MOST_STEPS_AT_ONCE = 6
-MOST_ROUNDS = 8
+MOST_ROUNDS = 10
 
 
 def run_machine(new_trial: Callable[[EngineConfig], Trial], *, examples: int, actions: int) -> None:
@@ -79,18 +79,12 @@ def policy_machine(new_trial: Callable[[EngineConfig], Trial]) -> type[RuleBased
         def stall(self, length_ns: int) -> None:
             self.trial.stall(length_ns)
 
-        @rule(
-            patient=_arrivals(),
-            other=_arrivals(),
-            rounds=st.integers(1, MOST_ROUNDS),
-            steps=st.integers(1, 3),
-        )
-        def press(self, patient: Arrival, other: Arrival, rounds: int, steps: int) -> None:
-            """One request waits for long, and then others like `other` keep coming."""
-            self.trial.arrive(patient, gap_ns=1)
+        @rule(rounds=st.lists(st.tuples(_arrivals(), st.integers(1, 3)), min_size=1, max_size=MOST_ROUNDS))
+        def press(self, rounds: list[tuple[Arrival, int]]) -> None:
+            """Everybody who waits has waited for long, and others keep coming, each followed by some steps."""
             self.trial.wait(PATIENCE_NS)
-            for _ in range(rounds):
-                self.trial.arrive(other, gap_ns=1)
+            for arrival, steps in rounds:
+                self.trial.arrive(arrival, gap_ns=1)
                 for _ in range(steps):
                     self.trial.step()
 

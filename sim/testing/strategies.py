@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from servetwin.sim.rules import Rules
 from servetwin.sim.testing.arrival import EOS_TOKEN_ID, Arrival
-from servetwin.sim.testing.ledger import PATIENCE_NS
 from servetwin.sim.units import NS_PER_S
 
 LONGEST_MODEL_LEN = 40
@@ -71,5 +70,5 @@ def gaps_ns(config: EngineConfig) -> st.SearchStrategy[int]:
 
 
 def delays_ns() -> st.SearchStrategy[int]:
-    """How late an output may be: a little, or longer than anybody's patience."""
-    return st.sampled_from([1, NS_PER_S, PATIENCE_NS])
+    """How late an output may be."""
+    return st.sampled_from([1, NS_PER_S])
