@@ -16,9 +16,8 @@ NAMES = sorted(p.name.removesuffix(".scenario.json") for p in GOLDEN.glob("*.sce
 
 
 def test_the_scenarios_are_there() -> None:
-    """Synchronous scenarios without speculative decoding: s01-s13, s15-s18, s21-s24."""
-    numbers = [int(n[1:3]) for n in NAMES]
-    assert numbers == [*range(1, 14), *range(15, 19), *range(21, 25)]
+    """s01-s24 synchronous, s14, s19 and s20 with drafts; x01-x05 asynchronous (x04 with drafts) and for runner V2."""
+    assert [name[:3] for name in NAMES] == [f"s{i:02}" for i in range(1, 25)] + [f"x{i:02}" for i in range(1, 6)]
 
 
 @pytest.mark.parametrize("name", NAMES)
