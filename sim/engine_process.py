@@ -104,7 +104,10 @@ class EngineProcess:
                 yield self._wait_until(arrival)
                 continue
             if frame is not None:
-                if _is_idle(frame) and len(self.core.in_flight) == 1:
+                if _is_idle(frame) and not self._runs_something():
+                    # Empty steps before it would keep this instant going round for ever.
+                    while self._submitted:
+                        yield from self._complete()
                     yield self._sit_out(frame)
                     continue
                 yield from self._submit(frame)
@@ -143,6 +146,10 @@ class EngineProcess:
         self._guard.step(frame, outputs, self.core.scheduler.requests.values())
         if self._on_step is not None:
             self._on_step(frame, result, outputs)
+
+    def _runs_something(self) -> bool:
+        """A step in flight has tokens, so its end may change what can be scheduled."""
+        return any(submitted.frame.plan.num_scheduled_tokens for submitted in self._submitted)
 
     def _sit_out(self, frame: Frame) -> simpy.Event:
         """A schedule call that found nothing to do: only an arrival or an abort can change that."""

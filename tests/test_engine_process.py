@@ -25,8 +25,10 @@ from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.metrics import summarize
 from servetwin.sim.progress_guard import StalledError
+from servetwin.sim.policy import FCFS, AdmissionState
 from servetwin.sim.records import EngineCoreOutputs, Frame, ScheduleRecord
 from servetwin.sim.runs import differences, tables_equal
+from servetwin.sim.request import Request
 from servetwin.sim.scheduler import Scheduler
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.features import StepFeatures
@@ -343,6 +345,29 @@ def test_a_stuck_engine_waits_for_an_abort() -> None:
 
 
 # ---------------------------------------------------------------- closed loop
+
+
+class Closed(FCFS):
+    """Admits nobody to an empty engine but a pair."""
+
+    def may_admit(self, request: Request, state: AdmissionState) -> bool:
+        return bool(state.running) or state.num_waiting > 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_policy_that_admits_nobody_does_not_spin(asynchronous: bool) -> None:
+    """The empty steps that asynchronous scheduling puts in flight must not keep an instant going round."""
+    config = engine_config(async_scheduling=asynchronous)
+    lonely = engine([spec("a", output=3)], core=EngineCore(config, Closed(), plan_tokens=False))
+    with pytest.raises(StalledError, match="unfinished requests: a"):
+        lonely.run()
+    core = EngineCore(config, Closed(), plan_tokens=False)
+    served = engine([spec("a", output=3), spec("b", 4, output=1), spec("c", 30, output=1)], core=core)
+    with pytest.raises(StalledError, match="unfinished requests: c"):
+        served.run()
+    assert served.row("a")["first_scheduled_s"] == served.row("b")["first_scheduled_s"] == 4
+    waits = served.sink.events[served.sink.events.kind == "wait"]
+    assert [(w.request_id, w.reason, w.time_s, w.until_s) for w in waits.itertuples()] == [("a", "policy", 0, 4)]
 
 
 class Sessions:
