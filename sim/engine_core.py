@@ -96,11 +96,20 @@ class EngineCore:
         return frame
 
     def complete(self, frame: Frame, output: ModelRunnerOutput) -> EngineCoreOutputs:
-        """Takes in the result of the oldest step in flight."""
+        """Takes in the result of the oldest step in flight.
+
+        Raises ValueError for a token of a request that still had known tokens to compute after that step: an
+        executor must not sample there.
+        """
         assert self.in_flight and self.in_flight[0] is frame, (
             "steps complete in the order in which they began"
         )
         self.in_flight.popleft()
+        for request_id, left in frame.record.unfinished.items():
+            if output.sampled_token_ids[output.req_id_to_index[request_id]]:
+                raise ValueError(
+                    f"the executor sampled for request {request_id!r}, which has {left} known tokens left to compute"
+                )
         return self.scheduler.update_from_output(frame.plan, output)
 
     def update_draft_tokens(self, drafts: DraftTokenIds) -> None:

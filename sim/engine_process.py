@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import simpy
@@ -101,7 +102,7 @@ class EngineProcess:
                 arrival = self._arrivals.next_ns()
                 if arrival is None:
                     return
-                yield self._wait_until(arrival)
+                yield self._wait_until(min([arrival, *islice(self._cache_resets, 1)]))
                 continue
             if frame is not None:
                 if _is_idle(frame) and not self._runs_something():

@@ -270,6 +270,8 @@ class EventLog:
             # The last token it got is never computed.
             computed_tokens = request.spec.prompt_tokens + request.num_output_tokens - 1
             self._event(end_ns, request_id, "finished", finish.reason, computed_tokens, request.blocks)
+            # Asynchronous scheduling: its last token may come in after it was preempted.
+            self._waits.left(request_id, end_ns)
             self._ended(request_id, finish.reason, end_ns)
 
     def _ended(self, request_id: str, reason: str, finish_ns: int) -> None:

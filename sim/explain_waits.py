@@ -85,18 +85,14 @@ class Circumstances:
     # ------------------------------------------------------------ tokens and blocks
 
     def _budget(self, wait: Wait, steps: pd.DataFrame) -> str:
-        first, scheduler = steps.iloc[0], self._config.scheduler
-        spent, budget = first.prefill_tokens + first.decode_tokens, scheduler.token_budget
+        first, budget = steps.iloc[0], self._config.scheduler.token_budget
+        spent = first.prefill_tokens + first.decode_tokens
         if spent < budget and wait.known_tokens is not None:
-            figures = (
+            return (
                 f"without chunked prefill its {wait.known_tokens - self._hit_tokens(first)} tokens go into one step; "
                 f"{budget - spent} of {budget} were left"
             )
-        else:
-            figures = f"{spent} of {budget} were spent on {counted(first.rows, 'request')} before it"
-        if first.running == scheduler.max_num_seqs:
-            figures += f"; all {first.running} seats were taken as well"
-        return figures
+        return f"{spent} of {budget} were spent on {counted(first.rows, 'request')} before it"
 
     def _blocks(self, wait: Wait, steps: pd.DataFrame) -> str:
         """What it needed against what was free: for the gate all known tokens, else the first chunk."""
@@ -109,7 +105,8 @@ class Circumstances:
             what = f"its {tokens} known tokens need"
         else:
             tokens = hits + self._first_chunk(wait.known_tokens - hits, first)
-            what = f"a first chunk of {tokens - hits} tokens needs"
+            after = f" after {hits} hit ones" if hits else ""
+            what = f"a first chunk of {tokens - hits} tokens{after} needs"
         need, cached = cdiv(tokens, block_size), hits // block_size
         sentence = f"{what} {counted(need, 'block')}"
         if cached:

@@ -82,6 +82,8 @@ class ScheduleRecord:
     head: str | None = None
     """The waiting request that would be admitted next; None when nobody waits."""
     head_reason: WaitReason | None = None
+    unfinished: dict[str, int] = field(default_factory=dict)
+    """Per request that this step leaves with known tokens to compute: how many. It brings no token."""
     recomputed: dict[str, int] = field(default_factory=dict)
     """Per request: tokens of this step that it had computed before it was preempted (hits excluded)."""
     prefill_tokens: int = 0

@@ -349,19 +349,17 @@ class Scheduler:
         for request in step.admitted():
             request.num_computed_tokens += scheduled[request.request_id]
         for request in step.asked.values():
-            known = request.num_tokens + request.num_output_placeholders
-            request.is_prefill_chunk = request.num_computed_tokens < known
+            left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            request.is_prefill_chunk = left > 0
+            if left > 0:
+                step.record.unfinished[request.request_id] = left
         self._prev_step_ids = frozenset(scheduled)
         self.finished_req_ids = set()
 
     # ------------------------------------------------------------ update
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
-        """Takes in what a step produced: new tokens, and the requests that end with them.
-
-        Raises ValueError for a token of a request that still has known tokens to compute: an executor must not
-        sample there.
-        """
+        """Takes in what a step produced: new tokens, and the requests that end with them."""
         outputs = EngineCoreOutputs()
         requests, new_token_ids = self.requests, outputs.new_token_ids
         drafts_of = plan.scheduled_spec_decode_tokens
@@ -376,11 +374,8 @@ class Scheduler:
                 continue
             if drafts_of and (drafts := drafts_of.get(request_id)):
                 self._reject(request, len(drafts) + 1 - len(tokens))
-            if (
-                len(tokens) == 1
-                and tokens[0] not in request.stop_tokens
-                and request.num_computed_tokens >= request.num_tokens < request.length_limit - 1
-            ):
+            ends = tokens[0] in request.stop_tokens or request.num_tokens + 1 >= request.length_limit
+            if len(tokens) == 1 and not ends:
                 # Nine of ten rows: one token that ends nothing.
                 request.output_token_ids.append(tokens[0])
                 request.num_tokens += 1
@@ -407,12 +402,6 @@ class Scheduler:
 
     def _take_tokens(self, request: Request, tokens: list[int], outputs: EngineCoreOutputs) -> list[int]:
         """Appends a step's tokens one by one; what comes after a stop is dropped. Returns the tokens kept."""
-        if request.num_computed_tokens < request.num_tokens and request.status == RequestStatus.RUNNING:
-            left = request.num_tokens - request.num_computed_tokens
-            raise ValueError(
-                f"the executor sampled for request {request.request_id!r}, which has {left} known tokens left "
-                "to compute"
-            )
         for count, token in enumerate(tokens, start=1):
             request.output_token_ids.append(token)
             request.num_tokens += 1

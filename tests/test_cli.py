@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from servetwin.sim.cli import run
+from servetwin.sim.rules import CORRECTIONS
 from servetwin.sim.runs import read_run, tables_equal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +18,12 @@ GOLDEN = ROOT / "tests" / "golden"
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "16"]
 POOL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 CONSTANT = ["--executor", "constant", "--step-time-s", "0.01"]
+NGRAM = [
+    "--speculative-config",
+    '{"method": "ngram", "num_speculative_tokens": 2}',
+    "--draft-acceptance-rate",
+    "0.5",
+]
 
 Row = dict[str, Any]
 
@@ -153,11 +160,33 @@ def test_what_is_left_out_is_said(
 def test_the_engine_is_shown_before_it_serves(
     jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line on stderr: pool, limits, policy, and what is switched off."""
+    """One line on stderr: pool, limits, policy, how steps overlap, and what is switched off."""
     flags = ["--no-enable-prefix-caching", "--scheduling-policy", "priority"]
-    assert run(["run", jsonl(*rows(1)), *CONSTANT, *SMALL, *POOL, *flags]) == 0
     expected = "engine: 60 blocks of 16 tokens, max_model_len 256, 4 seats, 64 tokens per step, priority"
-    assert f"{expected}, no prefix caching" in capsys.readouterr().err
+    for more, how in ([], "asynchronous"), (["--no-async-scheduling"], "synchronous"):
+        assert run(["run", jsonl(*rows(1)), *CONSTANT, *SMALL, *POOL, *flags, *more]) == 0
+        assert f"{expected}, {how} scheduling, no prefix caching" in capsys.readouterr().err
+
+
+def test_scheduling_is_asynchronous_unless_told_otherwise(jsonl: Callable[..., str], tmp_path: Path) -> None:
+    """As in vLLM; where the drafter forbids it, it is off, and asking for it is refused."""
+    for number, (flags, expected) in enumerate(
+        [([], True), (["--async-scheduling"], True), (["--no-async-scheduling"], False), (NGRAM, False)]
+    ):
+        out = served(tmp_path, jsonl(*rows(1)), *flags, name=f"out{number}")
+        assert read_run(out).config["engine"]["scheduler"]["async_scheduling"] is expected
+
+
+def test_switches_of_fidelity_are_in_the_configuration_of_the_run(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--vllm-compat sets all corrections, a switch of its own name wins; the engine line names those that are on."""
+    flags = ["--vllm-compat", "safe", "--no-keep-cursor"]
+    rules = read_run(served(tmp_path, jsonl(*rows(1)), *flags)).config["engine"]["rules"]
+    assert [rules[name] for name in CORRECTIONS] == [name != "keep_cursor" for name in CORRECTIONS]
+    said = capsys.readouterr().err
+    assert "corrected: forget_uncomputed_blocks" in said
+    assert "corrected: keep_cursor" not in said
 
 
 def test_a_module_beside_the_data_is_found(
@@ -251,7 +280,7 @@ def test_an_executor_must_not_sample_for_an_unfinished_prompt(
     module.TooEager = TooEager  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_executors", module)
     flags = ["--executor", "my_executors:TooEager", "--max-num-batched-tokens", "32", "--max-num-seqs", "4"]
-    assert run(["run", jsonl(*rows(1)), *flags]) == 2
+    assert run(["run", jsonl(*rows(1)), *flags, "--no-async-scheduling"]) == 2
     assert "sampled for request 'q0', which has 8 known tokens left to compute" in capsys.readouterr().err
 
 
@@ -298,7 +327,12 @@ def scenario_file(tmp_path: Path, request: Row, **config: Any) -> str:
             {"max_num_scheduled_tokens": 300},
             "max_num_scheduled_tokens 300 is above max_num_batched_tokens 256",
         ),
-        ({}, {"async_scheduling": True}, "async_scheduling True is not supported yet"),
+        (
+            {},
+            {"async_scheduling": True, "spec": {"method": "ngram", "num_speculative_tokens": 2}},
+            "async_scheduling does not go with speculative method 'ngram'",
+        ),
+        ({}, {"spec": {"method": "medusa", "num_speculative_tokens": 2}}, "config.spec.method 'medusa'"),
         ({}, {"policy": "lifo"}, "config.policy 'lifo'"),
     ],
 )
@@ -334,7 +368,21 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--block-size", "-1"], "block_size -1"),
         ([*CONSTANT, "--max-num-seqs", "64", "--max-num-batched-tokens", "32"], "below max_num_seqs 64"),
         ([*CONSTANT, "--num-gpu-blocks-override", "4", "--max-model-len", "256"], "below max_model_len 256"),
-        ([*CONSTANT, "--async-scheduling"], "--async-scheduling is not supported yet"),
+        ([*CONSTANT, "--async-scheduling", *NGRAM], "--async-scheduling: the ngram drafter needs the tokens"),
+        (
+            [*CONSTANT, *NGRAM[:2], "--no-async-scheduling"],
+            "--speculative-config needs --draft-acceptance-rate between 0 and 1",
+        ),
+        ([*CONSTANT, *NGRAM[2:]], "--draft-acceptance-rate has no effect without --speculative-config"),
+        ([*CONSTANT, "--speculative-config", "ngram"], "--speculative-config is no JSON"),
+        (
+            [*CONSTANT, "--vllm-compat", "0.23"],
+            "--vllm-compat '0.23' is not known; allowed: exact, safe, 0.22",
+        ),
+        (
+            [*CONSTANT, "--reset-prefix-cache-at", "-1"],
+            "--reset-prefix-cache-at -1.0 must be seconds, 0 or more",
+        ),
         ([*CONSTANT, "--dtype", "bfloat16"], "--dtype has no effect"),
         ([*CONSTANT, "--temperature", "1"], "have no effect with --executor constant"),
         ([*CONSTANT, "--save-plans"], "need --out"),

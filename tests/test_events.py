@@ -104,7 +104,7 @@ def test_a_preempted_request_keeps_its_first_times() -> None:
         (2, "scheduled", 2, 1),
         (5, "preempted", 5, 2),
         (9, "resumed", 3, 2),
-        (12, "finished", 5, 2),
+        (12, "finished", 4 + 5 - 1, 2),
     ]
     assert story.sink.tokens.time_s.tolist() == [3, 4, 10, 11, 12]
     assert story.sink.tokens["index"].tolist() == [0, 1, 2, 3, 4]
@@ -182,6 +182,74 @@ def test_a_preempted_request_waits_from_that_step_on() -> None:
         ("b", "blocks", 0, 2),
         ("b", "head of line", 2, 3),
     ]
+
+
+def test_a_victim_that_ends_with_the_token_in_flight_waits_no_longer() -> None:
+    """Asynchronous scheduling: its last token comes while it waits to resume."""
+    story = Story()
+    story.log.arrived(request("a"), 0)
+    first = story.schedule(0, {"a": 4}, admitted=[Admission("a", False, 0, 1)])
+    preempted = [Preemption("a", 5, 1, False)]
+    second = story.schedule(1, preempted=preempted, head="a", head_reason=WaitReason.PREEMPTION)
+    story.update(first, 2, "a", a="length")
+    story.update(second, 3)
+    story.schedule(3)
+    story.log.close(9 * S)
+    assert story.waits() == [("a", "preemption", 1, 2)]
+
+
+def test_a_cache_reset_is_an_event_of_nobody() -> None:
+    """With how it went as its reason."""
+    story = Story()
+    story.log.cache_reset(2 * S, done=False)
+    story.log.cache_reset(3 * S, done=True)
+    story.log.close(4 * S)
+    events = story.sink.events
+    assert list(zip(events.time_s, events.kind, events.reason, strict=True)) == [
+        (2, "cache_reset", "refused: blocks are in use"),
+        (3, "cache_reset", "done"),
+    ]
+    assert events.request_id.isna().all()
+
+
+def test_a_step_says_where_it_lay_on_the_lanes() -> None:
+    """Schedule, prepare and device have their starts; the host's time is schedule and update together."""
+    story = Story()
+    story.log.arrived(request("a"), 0)
+    frame = story.schedule(1, {"a": 4}, admitted=[Admission("a", False, 0, 1)])
+    result = StepResult(2 * S, 4 * S, ModelRunnerOutput([], {}, []), "story")
+    times = StepTimes(1 * S, 3 * S, 6 * S, 10 * S, update_ns=5 * S)
+    story.log.stepped(frame, result, times, 15 * S, EngineCoreOutputs({"a": [7]}))
+    story.log.close(15 * S)
+    (row,) = story.sink.steps.to_dict("records")
+    lanes = (
+        "start_s",
+        "schedule_s",
+        "prepare_start_s",
+        "prepare_s",
+        "device_start_s",
+        "device_s",
+        "end_s",
+        "host_s",
+    )
+    assert [row[name] for name in lanes] == [1, 1, 3, 2, 6, 4, 15, 1 + 5]
+
+
+def test_several_tokens_in_a_step_are_one_output() -> None:
+    """Gaps lie between outputs, whatever they bring; tokens of one output share its time (reports.md 55)."""
+    story = Story(save_tokens=True)
+    story.log.arrived(request("a"), 0)
+    for end, tokens in ((1, [1]), (2, [2, 3, 4, 5]), (3, [6, 7, 8, 9])):
+        frame = story.schedule(end - 1, {"a": len(tokens)})
+        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "story")
+        times = StepTimes(0, frame.start_ns, frame.start_ns, end * S)
+        finished = {"a": Finish("length", None)} if end == 3 else {}
+        story.log.stepped(frame, result, times, end * S, EngineCoreOutputs({"a": tokens}, finished))
+    story.log.close(3 * S)
+    assert story.sink.tokens.time_s.tolist() == [1] + [2] * 4 + [3] * 4
+    assert story.sink.tokens["index"].tolist() == list(range(9))
+    assert story.sink.requests.num_output_tokens.tolist() == [9]
+    assert list(zip(story.sink.itl.gap_s, story.sink.itl.samples, strict=True)) == [(1, 1), (1, 1)]
 
 
 def test_admitted_at_once_is_no_wait() -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engine_config
+from engines import engine_config, spec
+from engines import serve as serve_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servetwin.sim.cli import run
 from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import StepResult
-from servetwin.sim.events import EventLog, MemorySink, Sink
+from servetwin.sim.events import MemorySink, Sink
 from servetwin.sim.explain import Story, explain
 from servetwin.sim.explain_life import UnknownRequestError
 from servetwin.sim.explain_text import lines, milliseconds
@@ -24,23 +25,14 @@ from servetwin.sim.policy import FCFS, AdmissionState
 from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.request import Request
 from servetwin.sim.runs import RunWriter
-from servetwin.sim.simulation import simulate
-from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
 from servetwin.sim.tables import Tables
-from servetwin.sim.token_source import TokenSource
-from servetwin.workloads import ListWorkload, RequestSpec
+from servetwin.workloads import RequestSpec
 
 STEP_NS = 10_000_000
 WHOLE_RUNS = settings(max_examples=settings().max_examples // 5)
 """Every example serves a workload and reads its log."""
 
 Reasons = dict[str, list[str]]
-
-
-def spec(request_id: str, prompt: int, output: int, at_s: float = 0.0, **rest: Any) -> RequestSpec:
-    return RequestSpec(
-        request_id=request_id, arrival_s=at_s, prompt_tokens=prompt, output_tokens=output, **rest
-    )
 
 
 class Stop(Exception):
@@ -51,22 +43,12 @@ def serve(
     requests: list[RequestSpec], config: EngineConfig, sink: Sink, *, stop_after: int | None = None
 ) -> None:
     """Serves requests in steps of 10 ms; raises Stop after so many steps."""
-    tokens = TokenSource(1000)
 
     def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
         if frame.step + 1 == stop_after:
             raise Stop
 
-    simulate(
-        RunConfig(engine=config, executor="constant"),
-        ListWorkload(requests),
-        ModelledStepTimer(ConstantStepModel(STEP_NS), tokens, "constant"),
-        EventLog(sink, log_blocks=False, save_tokens=True),
-        tokens=tokens,
-        plan_tokens=False,
-        log_blocks=False,
-        on_step=on_step,
-    )
+    serve_with(requests, config, step_ns=STEP_NS, save_tokens=True, on_step=on_step, sink=sink)
 
 
 def log_of(requests: list[RequestSpec], config: EngineConfig) -> MemorySink:
@@ -137,6 +119,22 @@ CASES = [
         figures="its 40 known tokens need 10 blocks; 6 free blocks",
     ),
     Case(
+        "blocks",
+        "b",
+        [spec("a", 33, 3), spec("b", 8, 2)],
+        {"usable_blocks": 10},
+        {"usable_blocks": 20},
+        figures="needs 2 blocks; 1 free block",
+    ),
+    Case(
+        "seats",
+        "b",
+        [spec("a", 16, 2), spec("b", 8, 2)],
+        {"max_num_seqs": 1, "max_num_batched_tokens": 16},
+        {"max_num_seqs": 2, "max_num_batched_tokens": 32},
+        figures="1 of max_num_seqs 1 ran",
+    ),
+    Case(
         "full-sequence gate",
         "b",
         [spec("a", 53, 4), spec("b", 40, 4, 0.075)],
@@ -166,7 +164,7 @@ CASES = [
         [spec("a", 33, 5), spec("big", 20, 2), spec("small", 4, 2)],
         {"usable_blocks": 11},
         leave_out="big",
-        figures="big (full-sequence gate)",
+        figures="big (blocks)",
     ),
     Case(
         "preemption",
@@ -223,6 +221,7 @@ def loads(draw: st.DrawFn) -> tuple[list[RequestSpec], EngineConfig]:
         max_num_batched_tokens=draw(st.sampled_from([6, 16, 48])),
         scheduler_reserve_full_isl=draw(st.booleans()),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
+        async_scheduling=draw(st.booleans()),
     )
     request = st.tuples(st.integers(1, 24), st.integers(1, 16), st.integers(0, 12), st.integers(0, 1))
     drawn = draw(st.lists(request, min_size=2, max_size=8))
@@ -238,7 +237,7 @@ def holds(reason: str, step: Any, known_tokens: int, config: EngineConfig) -> bo
     borne_out: dict[str, bool] = {
         "seats": step.running == config.scheduler.max_num_seqs,
         "token budget": spent == config.scheduler.token_budget,
-        "full-sequence gate": room < known_tokens and config.scheduler.scheduler_reserve_full_isl,
+        "full-sequence gate": chunk <= room < known_tokens and config.scheduler.scheduler_reserve_full_isl,
         "blocks": room < chunk,
         "preemption": step.preemptions > 0,
         "head of line": step.waiting > 1,
@@ -290,19 +289,19 @@ def test_a_whole_life() -> None:
     """Arrival, admission, first token, preemption, waits, resumption, end; the time adds up."""
     story = explain(log_of(PAIR, TIGHT), TIGHT, "b")
     assert kinds(story) == [
-        "arrived", "scheduled", "first token", "preempted", "preemption", "full-sequence gate", "resumed", "finished",
+        "arrived", "scheduled", "first token", "preempted", "preemption", "blocks", "resumed", "finished",
     ]  # fmt: skip
     assert phases_ms(story) == {
         ("running before the first token", None): 10.0,
         ("preempted", "preemption"): 10.0,
-        ("preempted", "full-sequence gate"): 40.0,
+        ("preempted", "blocks"): 40.0,
         ("decoding", None): 50.0,
     }
     assert story.to_json()["total_ms"] == story.to_json()["e2e_ms"] == 110.0
     told = text(story)
     assert "preempted because blocks ran out: 8 computed tokens and 2 blocks lost" in told
     assert "resumed: 0 tokens found in the prefix cache, 8 to be computed again, 3 blocks taken" in told
-    assert "its 9 known tokens need 3 blocks; 1 to 2 free blocks while it waited)" in told
+    assert "a first chunk of 9 tokens needs 3 blocks; 1 to 2 free blocks while it waited)" in told
     assert "TTFT 10.00 ms = first_token - arrival" in told
     assert (
         "finished (length) with 6 output tokens; E2E 110.0 ms = finish - arrival; TPOT 20.00 ms = (" in told
@@ -315,7 +314,10 @@ def test_prefix_hits_are_told() -> None:
     shared: dict[str, Any] = {"prefix_ids": (1, 2), "prefix_block_tokens": 4}
     requests = [spec("a", 12, 9, **shared), spec("filler", 17, 4), spec("b", 16, 2, 0.015, **shared)]
     told = text(explain(log_of(requests, config), config, "b"))
-    assert "its 16 known tokens need 4 blocks, 2 of them found in the prefix cache; 1 free block)" in told
+    assert (
+        "a first chunk of 8 tokens after 8 hit ones needs 4 blocks, 2 of them found in the prefix cache; 1 free block)"
+        in told
+    )
     assert "first scheduled: 8 tokens found in the prefix cache, 4 blocks taken" in told
 
 
@@ -446,10 +448,7 @@ def test_the_command_tells_a_story(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(["explain", "b", "--run", str(folder), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["partial"] is None
-    assert [m["reason"] for m in printed["moments"] if m["kind"] == "wait"] == [
-        "preemption",
-        "full-sequence gate",
-    ]
+    assert [m["reason"] for m in printed["moments"] if m["kind"] == "wait"] == ["preemption", "blocks"]
 
 
 def test_the_command_refuses_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
