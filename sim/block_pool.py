@@ -7,7 +7,7 @@ taken for something else; equal content may lie in several blocks, of which the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from servetwin.sim.block_hash import BlockHash
 from servetwin.sim.records import BlockChange
@@ -77,11 +77,10 @@ class BlockPool:
         assert count <= self.num_free, "checked by the KV-cache manager"
         blocks = self._pop_front(count)
         self.num_free -= count
-        references, hash_of = self._references, self._hash_of
         for block in blocks:
-            references[block] = 1
-            if hash_of[block] is not None:
-                self._evict(block)
+            self._references[block] = 1
+        if cached := [b for b in blocks if self._hash_of[b] is not None]:
+            self._evict(cached)
         if self.journal is not None:
             self.journal += [BlockChange(b, "take", request_id, references=1) for b in blocks]
         return blocks
@@ -99,18 +98,19 @@ class BlockPool:
                     BlockChange(block, "touch", request_id, references=self._references[block])
                 )
 
-    def release(self, blocks: Iterable[int], request_id: str) -> None:
+    def release(self, blocks: Sequence[int], request_id: str) -> None:
         """One reference less on each block, in this order; those with none left go to the back of the free queue."""
         references, hash_of = self._references, self._hash_of
         for block in blocks:
-            references[block] = left = references[block] - 1
-            if not left:
-                self._queue.append(block)
-                self.num_free += 1
-                if hash_of[block] is not None:
-                    self.num_cached_free += 1
-            if self.journal is not None:
-                self.journal.append(BlockChange(block, "release", request_id, references=left))
+            references[block] -= 1
+        freed = [b for b in blocks if not references[b]]
+        self._queue += freed
+        self.num_free += len(freed)
+        self.num_cached_free += sum(hash_of[b] is not None for b in freed)
+        if self.journal is not None:
+            self.journal += [
+                BlockChange(b, "release", request_id, references=references[b]) for b in blocks
+            ]
 
     def release_in_front(self, blocks: Sequence[int], request_id: str) -> None:
         """As `release`, but those with no reference left are the next to be taken, in this order."""
@@ -138,7 +138,7 @@ class BlockPool:
                     self.journal.append(BlockChange(block, "forget"))
         self.num_cached_free = 0
 
-    def insert(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
+    def insert(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """Makes the contents of blocks in use findable, beside older blocks with the same content."""
         blocks_of, hash_of = self._blocks_of, self._hash_of
         for block, block_hash in zip(blocks, hashes, strict=True):
@@ -146,10 +146,11 @@ class BlockPool:
             present = blocks_of.setdefault(block_hash, block)
             if present != block:
                 self._insert_beside(present, block, block_hash)
-            if self.journal is not None:
-                self.journal.append(
-                    BlockChange(block, "hash", prefix_id=_text(block_hash), references=self._references[block])
-                )
+        if self.journal is not None:
+            self.journal += [
+                BlockChange(b, "hash", prefix_id=_text(h), references=self._references[b])
+                for b, h in zip(blocks, hashes, strict=True)
+            ]
 
     def _insert_beside(self, present: int | dict[int, None], block: int, block_hash: BlockHash) -> None:
         if isinstance(present, dict):
@@ -180,12 +181,15 @@ class BlockPool:
             else:
                 self._stale[block] = left - 1
 
-    def _evict(self, block: int) -> None:
-        block_hash = self._drop_content(block)
-        self.num_cached_free -= 1
-        self.num_evictions += 1
+    def _evict(self, blocks: list[int]) -> None:
+        """The blocks are taken for something else."""
+        dropped = [self._drop_content(block) for block in blocks]
+        self.num_cached_free -= len(blocks)
+        self.num_evictions += len(blocks)
         if self.journal is not None:
-            self.journal.append(BlockChange(block, "evict", prefix_id=_text(block_hash)))
+            self.journal += [
+                BlockChange(b, "evict", prefix_id=_text(h)) for b, h in zip(blocks, dropped, strict=True)
+            ]
 
     def _drop_content(self, block: int) -> BlockHash:
         """Nothing finds this block any more; an equal one beside it is found from now on."""

@@ -114,17 +114,25 @@ class KVCacheManager:
             self._note_quiet(request)
         return new_blocks
 
-    def fill_block(self, request: Request) -> bool:
-        """For a plain decode whose next token fills its last block: makes the block findable if all of it is known.
+    def next_slot(self, request: Request) -> list[int] | None:
+        """Room for the next token of a plain decode that has come to the end of a block (`allocate_slots`, in short).
 
-        False, with nothing changed, when that is not all there is to do for the token.
+        Returns the blocks appended (one or none). None, with nothing changed, when it is no plain decode (any more)
+        or no block is free.
         """
-        end = len(request.block_ids) * self.block_size
-        if not request.quiet_until or request.num_computed_tokens + 1 != end or end >= request.length_limit:
-            return False
-        if end <= request.num_tokens:
-            self._hash_full_blocks(request, end)
-        return True
+        filled = request.num_computed_tokens + 1
+        if not request.quiet_until or filled >= request.length_limit:
+            return None
+        new_blocks: list[int] = []
+        if filled > len(request.block_ids) * self.block_size:
+            if not self.pool.num_free:
+                return None
+            new_blocks = self.pool.take(1, request.request_id)
+            request.block_ids += new_blocks
+        if self.enable_caching:
+            self._hash_full_blocks(request, min(filled, request.num_tokens))
+        self._note_quiet(request)
+        return new_blocks
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Makes the full blocks of these leading tokens findable (asynchronous scheduling: once they are known)."""

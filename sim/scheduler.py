@@ -9,7 +9,7 @@ Reading order: `schedule` (running pass, waiting pass, plan), then `update_from_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 from servetwin.sim.config import EngineConfig
@@ -162,16 +162,20 @@ class Scheduler:
             index += 1
 
     def _plain_decodes(self, step: Step, index: int) -> int:
-        """Schedules one token each for the requests from `index` on that need nothing else; returns where they end.
+        """Schedules one token each for the requests from `index` on that need no more; returns where they end.
 
-        Nine of ten rows are such: decodes inside a block and far from every limit (`Request.quiet_until`).
+        Nearly all rows are such: decodes far from every limit, most of them inside a block (`Request.quiet_until`).
         """
         scheduled, rows = step.num_scheduled_tokens, step.running
         stop = min(len(self.running), index + step.budget)
         first = len(rows)
         for request in islice(self.running, index, stop):
-            if request.num_computed_tokens >= request.quiet_until and not self.kv.fill_block(request):
-                break
+            if request.num_computed_tokens >= request.quiet_until:
+                blocks = self.kv.next_slot(request)
+                if blocks is None:
+                    break
+                if blocks:
+                    step.new_blocks[request.request_id] = (blocks,)
             scheduled[request.request_id] = 1
             rows.append(request)
         count = len(rows) - first
@@ -360,33 +364,35 @@ class Scheduler:
 
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
         """Takes in what a step produced: new tokens, and the requests that end with them."""
-        outputs = EngineCoreOutputs()
-        requests, new_token_ids = self.requests, outputs.new_token_ids
-        drafts_of = plan.scheduled_spec_decode_tokens
-        for request_id, tokens in _in_plan_order(plan, output):
-            request = requests.get(request_id)
-            if request is None:
-                # Aborted while the step ran.
-                continue
-            if not tokens:
-                # No plain decode may follow a step that brought nothing.
-                request.quiet_until = 0
+        ids, sampled = _in_plan_order(plan, output)
+        new_token_ids = dict(zip(ids, sampled, strict=True))
+        outputs = EngineCoreOutputs(new_token_ids)
+        drafts_of, counts_ahead = plan.scheduled_spec_decode_tokens, self._counts_ahead
+        for request, request_id, tokens in zip(map(self.requests.get, ids), ids, sampled, strict=True):
+            if request is None or not tokens:
+                self._brought_nothing(request)
+                del new_token_ids[request_id]
                 continue
             if drafts_of and (drafts := drafts_of.get(request_id)):
                 self._reject(request, len(drafts) + 1 - len(tokens))
-            ends = tokens[0] in request.stop_tokens or request.num_tokens + 1 >= request.length_limit
-            if len(tokens) == 1 and not ends:
-                # Nine of ten rows: one token that ends nothing.
-                request.output_token_ids.append(tokens[0])
-                request.num_tokens += 1
-                new_token_ids[request_id] = tokens
-                if self._counts_ahead:
+            token, num_tokens = tokens[0], request.num_tokens + 1
+            if len(tokens) == 1 and num_tokens < request.length_limit and token not in request.stop_tokens:
+                # Nearly all rows: one token that ends nothing.
+                request.output_token_ids.append(token)
+                request.num_tokens = num_tokens
+                if counts_ahead:
                     self._tokens_arrived(request, 1)
             else:
                 new_token_ids[request_id] = self._take_tokens(request, tokens, outputs)
         if outputs.finished:
             self.running = [r for r in self.running if r.request_id not in outputs.finished]
         return outputs
+
+    def _brought_nothing(self, request: Request | None) -> None:
+        """A chunk of a prompt, or a request that was aborted while the step ran (None)."""
+        if request is not None:
+            # No plain decode may follow.
+            request.quiet_until = 0
 
     def update_draft_token_ids(self, drafts: DraftTokenIds) -> None:
         """Takes in what was drafted after a step: to be verified in the next one. Ended requests are ignored."""
@@ -470,10 +476,10 @@ class Scheduler:
             )
 
 
-def _in_plan_order(plan: SchedulerOutput, output: ModelRunnerOutput) -> Iterator[tuple[str, list[int]]]:
-    """The sampled tokens of each request of the plan, in the plan's order whatever the executor's was."""
+def _in_plan_order(plan: SchedulerOutput, output: ModelRunnerOutput) -> tuple[list[str], list[list[int]]]:
+    """The requests of a plan and their sampled tokens, in the plan's order whatever the executor's was."""
     ids = list(plan.num_scheduled_tokens)
     sampled = output.sampled_token_ids
     if output.req_ids != ids:
         sampled = [sampled[output.req_id_to_index[request_id]] for request_id in ids]
-    return zip(ids, sampled, strict=True)
+    return ids, sampled

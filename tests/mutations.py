@@ -306,8 +306,8 @@ SCHEDULING = (
     ),
     Mutation(
         "a plain decode does not fill its block", 0, MANAGER,
-        "        if end <= request.num_tokens:\n            self._hash_full_blocks(request, end)\n",
-        "",
+        "            self._hash_full_blocks(request, min(filled, request.num_tokens))\n",
+        "            pass\n",
     ),
     Mutation(
         "a prompt in chunks counts as a plain decode", 0, MANAGER,
