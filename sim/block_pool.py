@@ -108,9 +108,7 @@ class BlockPool:
         self.num_free += len(freed)
         self.num_cached_free += sum(hash_of[b] is not None for b in freed)
         if self.journal is not None:
-            self.journal += [
-                BlockChange(b, "release", request_id, references=references[b]) for b in blocks
-            ]
+            self.journal += [BlockChange(b, "release", request_id, references=references[b]) for b in blocks]
 
     def release_in_front(self, blocks: Sequence[int], request_id: str) -> None:
         """As `release`, but those with no reference left are the next to be taken, in this order."""

@@ -19,6 +19,7 @@ from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.progress_guard import ProgressGuard
 from servetwin.sim.records import Frame, ScheduleRecord
 from servetwin.sim.request import Request
+from servetwin.sim.rules import Rules
 from servetwin.sim.scenario import Scenario, ScenarioError, ScenarioRequest, explain, list_crc
 from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
 from servetwin.sim.token_source import TokenPrompt
@@ -29,18 +30,18 @@ _STALLED_AFTER = 1000
 """Iterations without a token, an arrival or an end after which a scenario counts as stalled for ever."""
 
 
-def decide(scenario: Scenario) -> Iterator[Line]:
-    """The lines of a scenario. Raises ScenarioError for a request that can never run, or when nothing moves."""
-    yield from ScenarioLoop(scenario).lines()
+def decide(scenario: Scenario, rules: Rules | None = None) -> Iterator[Line]:
+    """The lines of a scenario, by the rules of 0.22.0 unless others are given. Raises ScenarioError for a request that can never run, or when nothing moves."""
+    yield from ScenarioLoop(scenario, rules or Rules.exact()).lines()
 
 
 class ScenarioLoop:
     """The state of one scenario's iterations."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, rules: Rules) -> None:
         self.scenario = scenario
         self.by_clock = scenario.time_mode == "clock"
-        self.core = EngineCore(_engine_config(scenario))
+        self.core = EngineCore(_engine_config(scenario, rules))
         self._guard = ProgressGuard()
         self.step = 0
         self.clock_ns = 0
@@ -213,9 +214,9 @@ class ScenarioLoop:
         }
 
 
-def _engine_config(scenario: Scenario) -> EngineConfig:
+def _engine_config(scenario: Scenario, rules: Rules) -> EngineConfig:
     try:
-        return scenario.engine_config()
+        return scenario.engine_config(rules)
     except ValidationError as e:
         raise ScenarioError(explain(e)) from e
 

@@ -23,7 +23,11 @@ class PluginError(ValueError):
 
 
 class Executor(StepTimer, Protocol):
-    """A step timer that also knows its model and its memory. Built by calling its factory with ExecutorOptions."""
+    """A step timer that also knows its model and its memory. Built by calling its factory with ExecutorOptions.
+
+    Optional: `supports_async_scheduling = False` for one that needs the output of a step to be known to the scheduler
+    before the next is run (asynchronous scheduling is then off).
+    """
 
     model_config: ModelConfig
     num_gpu_blocks: int

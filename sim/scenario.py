@@ -22,6 +22,7 @@ from servetwin.sim.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from servetwin.sim.rules import Rules
 
 
 class ScenarioError(ValueError):
@@ -159,7 +160,7 @@ class Scenario(Config):
             raise ValueError(f"request id {next(i for i in ids if ids.count(i) > 1)!r} is used twice")
         return self
 
-    def engine_config(self) -> EngineConfig:
+    def engine_config(self, rules: Rules) -> EngineConfig:
         """The configuration of the engine; raises pydantic's ValidationError when it can never run."""
         c = self.config
         return EngineConfig(
@@ -185,6 +186,7 @@ class Scenario(Config):
                 use_v2_model_runner=c.use_v2_model_runner,
             ),
             speculative=self._speculative(),
+            rules=rules,
         )
 
     def _speculative(self) -> SpeculativeConfig | None:

@@ -302,6 +302,21 @@ def scenario_file(tmp_path: Path, request: Row, **config: Any) -> str:
     return str(path)
 
 
+def test_decide_takes_the_corrected_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    """In s17 A is resumed with 88 hit tokens to the letter, and with the 64 that were computed when corrected."""
+    resumed = {}
+    for compat in ("exact", "safe"):
+        assert (
+            run(
+                ["decide", str(GOLDEN / "s17_priority_uncomputed_hit.scenario.json"), "--vllm-compat", compat]
+            )
+            == 0
+        )
+        rows = [row for line in capsys.readouterr().out.splitlines() for row in json.loads(line)["sched"]]
+        resumed[compat] = [row[3] for row in rows if row[:2] == ["A", "R"]]
+    assert resumed == {"exact": [88], "safe": [64]}
+
+
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [

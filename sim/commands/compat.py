@@ -13,10 +13,11 @@ RELEASES = ("0.22", "0.22.0")
 def rules(flags: EngineFlags) -> Rules:
     """The rules of the release and mode, with the switches that were given on their own. Raises UsageError."""
     given = {name: getattr(flags, name) for name in CORRECTIONS if getattr(flags, name) is not None}
-    return _mode(flags.vllm_compat).model_copy(update=given)
+    return rules_of(flags.vllm_compat).model_copy(update=given)
 
 
-def _mode(text: str) -> Rules:
+def rules_of(text: str) -> Rules:
+    """What `--vllm-compat TEXT` stands for. Raises UsageError."""
     first, _, second = text.partition(":")
     if text in MODES:
         return MODES[text]()

@@ -17,6 +17,9 @@ def decide(
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="File to write instead of stdout.")
     ] = None,
+    vllm_compat: Annotated[
+        str, Parameter(help="0.22:exact (0.22.0 to the letter) or 0.22:safe (its known defects corrected).")
+    ] = "0.22:exact",
 ) -> int:
     """Print what the scheduler decides in every engine iteration, one JSON line each.
 
@@ -26,10 +29,14 @@ def decide(
     import json
     import sys
 
+    from servetwin.sim.commands.compat import rules_of
     from servetwin.sim.decide import decide as decisions
     from servetwin.sim.scenario import read_scenario
 
-    lines = [json.dumps(line, separators=(",", ":")) + "\n" for line in decisions(read_scenario(scenario))]
+    rules = rules_of(vllm_compat)
+    lines = [
+        json.dumps(line, separators=(",", ":")) + "\n" for line in decisions(read_scenario(scenario), rules)
+    ]
     if output is None:
         sys.stdout.writelines(lines)
     else:
