@@ -31,7 +31,10 @@ _STALLED_AFTER = 1000
 
 
 def decide(scenario: Scenario, rules: Rules | None = None) -> Iterator[Line]:
-    """The lines of a scenario, by the rules of 0.22.0 unless others are given. Raises ScenarioError for a request that can never run, or when nothing moves."""
+    """The lines of a scenario, by the rules of 0.22.0 unless others are given.
+
+    Raises ScenarioError for a request that can never run, or when nothing moves.
+    """
     yield from ScenarioLoop(scenario, rules or Rules.exact()).lines()
 
 

@@ -101,11 +101,11 @@ class AdmitsByCount(FCFS):
         return 3 - len(state.running)  # type: ignore[return-value]
 
 
-class RaisesOnPreemption(FCFS):
-    """Forgets that a victim may be the only one that runs."""
+class RaisesOnTies(FCFS):
+    """Looks for somebody less urgent, who need not exist."""
 
     def choose_victim(self, running: Sequence[Request], now: int) -> Request:
-        return sorted(running, key=lambda r: r.arrival_ns)[-2]
+        return next(r for r in running if r.priority > running[0].priority)
 
 
 # ---------------------------------------------------------------- KV-cache managers
@@ -269,8 +269,7 @@ class OneTokenTooMany(_Engine):
 
     def complete(self, frame: Frame, output: ModelRunnerOutput) -> EngineCoreOutputs:
         outputs = super().complete(frame, output)
-        for given in outputs.outputs:
-            given.new_token_ids = given.new_token_ids * 2
+        outputs.new_token_ids = {r: tokens * 2 for r, tokens in outputs.new_token_ids.items()}
         return outputs
 
 

@@ -250,7 +250,8 @@ SCHEDULING = (
     Mutation(
         "a running request carries its whole table", 20, SCHEDULER,
         "            step.give(request, num_tokens, blocks)\n            step.running.append(request)\n",
-        "            step.give(request, num_tokens, self.kv.block_ids(request))\n            step.running.append(request)\n",
+        "            step.give(request, num_tokens, self.kv.block_ids(request))\n"
+        "            step.running.append(request)\n",
     ),
     Mutation(
         "only resumed requests carry their tokens", 20, SCHEDULER,

@@ -24,11 +24,11 @@ from servetwin.sim.engine_process import EngineProcess
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.metrics import summarize
-from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.policy import FCFS, AdmissionState
+from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.records import EngineCoreOutputs, Frame, ScheduleRecord
-from servetwin.sim.runs import differences, tables_equal
 from servetwin.sim.request import Request
+from servetwin.sim.runs import differences, tables_equal
 from servetwin.sim.scheduler import Scheduler
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.features import StepFeatures

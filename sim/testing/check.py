@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from servetwin.sim.config import EngineConfig
 from servetwin.sim.plugins import PluginError
 from servetwin.sim.policy import SchedulingPolicy, load_policy
+from servetwin.sim.testing.actions import Action
 from servetwin.sim.testing.invariants import DETERMINISM, INVARIANTS
 from servetwin.sim.testing.scene import EngineFactory
+from servetwin.sim.testing.shorten import Shortener
 from servetwin.sim.testing.story import PolicyError
 from servetwin.sim.testing.trial import Trial, plain_engine
 
-DEFAULT_EXAMPLES = 60
-ACTIONS = 20
+DEFAULT_EXAMPLES = 50
+ACTIONS = 15
 """Actions of a story at most, the draining of the engine apart."""
 _UNREPEATABLE = "told again, the same story went otherwise: the policy is not deterministic"
 
@@ -77,11 +80,12 @@ class _Search:
     engine: EngineFactory
     stories: int = 0
     seen: Counter[str] = field(default_factory=Counter)
+    latest: Trial | None = None
 
     def first_failure(self, examples: int) -> str | None:
-        """The shortest story that goes wrong, or None."""
+        """The first story that goes wrong, shortened; None when none does."""
         try:
-            from hypothesis.errors import Flaky, FlakyFailure
+            from hypothesis.errors import Flaky
 
             from servetwin.sim.testing.machine import run_machine
         except ModuleNotFoundError as e:
@@ -89,16 +93,29 @@ class _Search:
                 raise
             raise PluginError("check_policy needs hypothesis: pip install 'servetwin[test]'") from e
         try:
-            run_machine(self._trial, examples=examples, actions=ACTIONS)
+            run_machine(self._begin, examples=examples, actions=ACTIONS)
         except PolicyError as error:
-            return str(error)
-        except FlakyFailure as error:
-            told = [str(e) for e in error.exceptions if isinstance(e, PolicyError)]
-            return "\n".join([*told[:1], _UNREPEATABLE])
+            return self._shortened(str(error))
         except Flaky:
             return f"{self.name} breaks {DETERMINISM}\nfound: {_UNREPEATABLE}"
         return None
 
-    def _trial(self, config: EngineConfig) -> Trial:
+    def _begin(self, config: EngineConfig) -> Trial:
         self.stories += 1
-        return Trial(self.name, config, self.new_policy, self.engine, self.seen)
+        trial = Trial(self.name, config, self.new_policy, self.engine, self.seen)
+        self.latest = trial
+        return trial
+
+    def _shortened(self, story: str) -> str:
+        if self.latest is None or self.latest.broken is None:
+            # Nothing to leave out: not even the engine could be built.
+            return story
+        return Shortener(self.latest, self._replay).run().text
+
+    def _replay(self, config: EngineConfig, actions: Sequence[Action]) -> Trial:
+        trial = Trial(self.name, config, self.new_policy, self.engine)
+        with suppress(PolicyError):
+            for action in actions:
+                trial.perform(action)
+            trial.drain()
+        return trial

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from servetwin.sim.policy import FCFS
-from servetwin.sim.request_queue import FIFOQueue
 from servetwin.sim.testing.arrival import EOS_TOKEN_ID
 from servetwin.sim.testing.ledger import PATIENCE_NS, Entry
 from servetwin.sim.testing.scene import Scene
@@ -168,8 +167,9 @@ def _time_runs_forward(scene: Scene) -> str | None:
 def _progress(scene: Scene) -> str | None:
     ledger = scene.ledger
     if ledger.idle_steps >= 2:
-        waiting = ", ".join(r.request_id for r in scene.waiting)
-        return f"{ledger.idle_steps} successive steps scheduled nothing; waiting: {waiting}; running: none"
+        running = {r.request_id for r in scene.core.scheduler.running}
+        waiting = {r.request_id for r in scene.waiting}
+        return f"{ledger.idle_steps} successive steps scheduled nothing; waiting: {_ids(waiting)}; running: {_ids(running)}"
     unfinished = [e.request for e in ledger.entries.values() if e.end is None]
     bound = (len(unfinished) + 1) * sum(r.num_tokens for r in unfinished)
     if ledger.tokens_since_sign > bound and unfinished:
@@ -267,13 +267,12 @@ def _answers_are_whole(scene: Scene) -> str | None:
     """Of each request that was given something, or ended, just now."""
     if scene.outputs is None:
         return None
-    for output in scene.outputs.outputs:
-        entry = scene.ledger.entries[output.request_id]
-        answer = [
-            entry.arrival.answer_token(output.request_id, i) for i in range(len(entry.output_token_ids))
-        ]
-        if entry.output_token_ids != answer:
-            return f"{output.request_id} was given {entry.output_token_ids}; the model answered {answer}"
+    for request_id in scene.outputs.new_token_ids:
+        entry = scene.ledger.entries[request_id]
+        given = entry.output_token_ids
+        answer = [entry.arrival.answer_token(request_id, i) for i in range(len(given))]
+        if given != answer:
+            return f"{request_id} was given {given}; the model answered {answer}"
     for request_id in scene.outputs.finished:
         entry = scene.ledger.entries[request_id]
         ended = (len(entry.output_token_ids), entry.end)
@@ -305,7 +304,7 @@ def _drained_is_empty(scene: Scene) -> str | None:
 
 
 def _engine_books(scene: Scene) -> str | None:
-    if scene.outputs is None and not scene.drained:
+    if not scene.drained and not (scene.outputs and scene.outputs.finished):
         return None
     try:
         for lane in (scene.engine, scene.twin):
@@ -394,8 +393,8 @@ INVARIANTS = (
     Invariant(
         13,
         "progress or refusal",
-        "no two successive steps with something waiting, nothing running and nothing scheduled, and no more than "
-        "(unfinished + 1) x their known tokens computed without an output",
+        "while something waits or runs, no two successive steps schedule nothing (no other step being in flight), and "
+        "no more than (unfinished + 1) x their known tokens are computed without an output",
         _progress,
     ),
     Invariant(
@@ -407,8 +406,8 @@ INVARIANTS = (
     Invariant(
         15,
         "no starvation",
-        f"while a request gets nothing for more than {PATIENCE_NS // NS_PER_S} s, later ones of no more urgency are let "
-        "in and given at most 2 x (tokens computed before or for earlier requests + seats x tokens of the longest)",
+        f"while a request gets nothing for more than {PATIENCE_NS // NS_PER_S} s, later ones of no more urgency are "
+        "let in and given at most 2 x (tokens computed before or for earlier ones + seats x tokens of the longest)",
         _nobody_starves,
     ),
     Invariant(

@@ -34,7 +34,6 @@ class Entry:
     """As given out."""
     end: str | None = None
     """The finish reason."""
-    end_ns: int | None = None
     served_ns: int = 0
     """When it last got something it never had: its receipt, or a step that computed new tokens for it."""
     earlier_tokens: int = 0
@@ -56,7 +55,7 @@ class Ledger:
     tokens_since_sign: int = 0
     """Tokens computed since the last output, receipt or end."""
     idle_steps: int = 0
-    """Successive steps with something waiting, nothing running and nothing scheduled."""
+    """Successive steps that scheduled nothing, with something unfinished and no other step in flight."""
     given_after_end: list[str] = field(default_factory=list)
     """Requests that were given tokens after their end."""
     to_tell: set[str] = field(default_factory=set)
@@ -89,14 +88,13 @@ class Ledger:
         )
         self.tokens_since_sign = 0
 
-    def ended(self, request_id: str, reason: str | None, now: int) -> None:
-        entry = self.entries[request_id]
-        entry.end, entry.end_ns = reason or "no reason", now
+    def ended(self, request_id: str, reason: str) -> None:
+        self.entries[request_id].end = reason
         self._untold.add(request_id)
         self.tokens_since_sign = 0
 
-    def scheduled(self, frame: Frame, *, running: int, waiting: int) -> None:
-        """One schedule call, after which so many run and wait."""
+    def scheduled(self, frame: Frame, *, alone: bool) -> None:
+        """One schedule call; `alone`: no other step is in flight."""
         self.to_tell, self._untold = self._untold, set()
         for preemption in frame.record.preempted:
             self.entries[preemption.request_id].preemptions += 1
@@ -108,19 +106,19 @@ class Ledger:
                 entry.hit_tokens = admission.hit_tokens
         self._served(frame)
         self.tokens_since_sign += frame.plan.total_num_scheduled_tokens
-        idle = waiting and not running and not frame.plan.num_scheduled_tokens
+        idle = alone and not frame.plan.num_scheduled_tokens and self.unfinished
         self.idle_steps = self.idle_steps + 1 if idle else 0
 
-    def delivered(self, outputs: EngineCoreOutputs, now: int) -> None:
+    def delivered(self, outputs: EngineCoreOutputs) -> None:
         """One update's outputs and ends."""
-        for output in outputs.outputs:
-            entry = self.entries[output.request_id]
+        for request_id, tokens in outputs.new_token_ids.items():
+            entry = self.entries[request_id]
             if entry.end is not None:
-                self.given_after_end.append(output.request_id)
-            entry.output_token_ids += output.new_token_ids
+                self.given_after_end.append(request_id)
+            entry.output_token_ids += tokens
             self.tokens_since_sign = 0
-        for request_id in outputs.finished:
-            self.ended(request_id, self.entries[request_id].request.finish_reason, now)
+        for request_id, finish in outputs.finished.items():
+            self.ended(request_id, finish.reason)
 
     # ------------------------------------------------------------ who was served
 

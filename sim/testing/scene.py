@@ -72,17 +72,26 @@ class Scene:
     def balance(self) -> None:
         """Copies the books of the KV cache and the waiting queue, and looks whether engine and twin did the same."""
         self.books = BlockBooks.of(self.core.scheduler.kv, self.ledger.requests)
-        # Looking at a queue may ask the policy for keys: both lanes are looked at in the same way.
-        self.waiting, twin_waiting = (list(lane.core.scheduler.waiting) for lane in (self.engine, self.twin))
+        self.lane_difference = self._lane_difference()
+        if self.outputs is None or self.outputs.finished:
+            self._look_at_queues()
+
+    def _lane_difference(self) -> str | None:
         asked = zip_longest(self.engine.witness.take_decisions(), self.twin.witness.take_decisions())
         for mine, other in asked:
             if mine != other:
-                self.lane_difference = f"the first decided {mine}, the second {other}"
-                return
+                return f"the first decided {mine}, the second {other}"
         plans = [f and f.plan for f in (self.frame, self.twin_frame)]
+        if plans[0] != plans[1] or self.outputs != self.twin_outputs:
+            return "the same answers led to different plans or outputs"
+        return None
+
+    def _look_at_queues(self) -> None:
+        """A look may ask the policy for keys: both lanes are looked at in the same way."""
+        self.waiting, twin_waiting = (list(lane.core.scheduler.waiting) for lane in (self.engine, self.twin))
         queues = [[r.request_id for r in waiting] for waiting in (self.waiting, twin_waiting)]
-        if plans[0] != plans[1] or queues[0] != queues[1] or self.outputs != self.twin_outputs:
-            self.lane_difference = "the same answers led to different plans, queues or outputs"
+        if queues[0] != queues[1]:
+            self.lane_difference = f"the first has the waiting queue {queues[0]}, the second {queues[1]}"
 
     def in_flight_tokens(self, request_id: str) -> int:
         """Tokens of steps that are not completed yet."""

@@ -44,9 +44,11 @@ class Story:
 
 
 def time_words(now: int) -> str:
-    """A simulated instant or length of time."""
+    """A simulated instant or length of time, exactly."""
+    if now < NS_PER_S:
+        return f"{now} ns"
     seconds, rest = divmod(now, NS_PER_S)
-    return f"{seconds} s" if seconds and not rest else f"{now} ns"
+    return f"{seconds}.{rest:09d}".rstrip("0").rstrip(".") + " s"
 
 
 def frame_words(frame: Frame, hit_tokens: dict[str, int]) -> str:
@@ -68,12 +70,8 @@ def frame_words(frame: Frame, hit_tokens: dict[str, int]) -> str:
 
 def outputs_words(frame: Frame, outputs: EngineCoreOutputs) -> str:
     """What one update gave out."""
-    said = [
-        f"{o.request_id} ends ({o.finish_reason})"
-        if o.finish_reason
-        else f"{o.request_id} has an output token"
-        for o in outputs.outputs
-    ]
+    said = [f"{r} has an output token" for r in outputs.new_token_ids if r not in outputs.finished]
+    said += [f"{r} ends ({finish.reason})" for r, finish in outputs.finished.items()]
     return f"output of step {frame.step}: " + (", ".join(said) or "none")
 
 

@@ -11,6 +11,7 @@ from servetwin.sim.config import EngineConfig
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import Frame
+from servetwin.sim.testing.actions import Abort, Action, Arrive, Stall, Step, Wait
 from servetwin.sim.testing.arrival import Arrival
 from servetwin.sim.testing.invariants import CONTRACT, NO_EXCEPTION, Invariant, first_broken
 from servetwin.sim.testing.mirror import Mirror
@@ -36,7 +37,7 @@ def plain_engine(config: EngineConfig, policy: SchedulingPolicy) -> EngineCore:
 
 
 class Trial:
-    """An engine under a policy, told what to do. Every method raises PolicyError when an invariant breaks.
+    """An engine under a policy, told what to do. `perform` and `drain` raise PolicyError when an invariant breaks.
 
     `policy` builds a new policy object, `engine` an engine around one; each is called twice. `seen` counts what the
     story contains.
@@ -51,26 +52,49 @@ class Trial:
         seen: Counter[str] | None = None,
     ) -> None:
         self.config = config
-        self.failure: str | None = None
-        """The text of the PolicyError that ended the story."""
+        self.actions: list[Action] = []
+        """What was performed."""
+        self.broken: Invariant | None = None
+        """What ended the story, if anything did ..."""
+        self.text = ""
+        """... and the story that shows it."""
         self.seen: Counter[str] = Counter() if seen is None else seen
         self._story = Story(name, config)
+        self._num_arrivals = 0
         with self._guarded():
-            lanes = [Lane(config, policy(), engine) for _ in range(2)]
-            self.scene = Scene(config, *lanes, Mirror(config.cache.block_size))
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Ids of the requests that were received and have not ended."""
-        return self.scene.ledger.unfinished
+            lane, twin = (Lane(config, policy(), engine) for _ in range(2))
+            self.scene = Scene(config, lane, twin, Mirror(config.cache.block_size))
 
     # ------------------------------------------------------------ actions
 
-    def arrive(self, arrival: Arrival, *, gap_ns: int = 0) -> None:
-        """A request arrives `gap_ns` after the last action; one that can never run is refused."""
+    def perform(self, action: Action) -> None:
+        """One action of the story."""
+        self.actions.append(action)
+        match action:
+            case Arrive():
+                self._arrive(action.arrival, action.gap_ns)
+            case Step():
+                self._step()
+            case Stall():
+                self._stall(action.length_ns)
+            case Wait():
+                self._wait(action.length_ns)
+            case Abort():
+                self._abort(action.place)
+
+    def drain(self) -> None:
+        """Steps until nothing is left to do; ends the story."""
+        while self.scene.core.has_work() or self.scene.core.in_flight:
+            self._step()
+        self.scene.drained = True
+        self._check()
+
+    def _arrive(self, arrival: Arrival, gap_ns: int) -> None:
+        """One that can never run is refused."""
         scene = self.scene
         scene.now += gap_ns
-        request_id = f"r{len(scene.ledger.entries)}"
+        request_id = f"r{self._num_arrivals}"
+        self._num_arrivals += 1
         requests = [arrival.request(request_id, self.config, scene.now) for _ in range(2)]
         self._story.tell(f"request {request_id} arrives at {time_words(scene.now)} ({arrival})")
         refusal = scene.core.refusal(requests[0])
@@ -83,40 +107,33 @@ class Trial:
                 lane.core.add_request(request, scene.now)
         self._check()
 
-    def step(self) -> None:
-        """One turn of a driver's loop: a step is begun; unless another may follow at once, the oldest is completed."""
+    def _step(self) -> None:
         frame = self._begin()
         if frame is None or not frame.plan.num_scheduled_tokens or not self.scene.core.has_room:
             self._complete(on_same_line=frame is not None)
 
-    def stall(self, length_ns: int) -> None:
-        """A step is begun and its output is late: it stays in flight while time passes."""
+    def _stall(self, length_ns: int) -> None:
         if self._begin() is None:
-            self.wait(length_ns)
+            self._wait(length_ns)
         else:
             self.scene.now += length_ns
             self._story.add(f"its output is {time_words(length_ns)} late")
 
-    def wait(self, length_ns: int) -> None:
-        """Nothing happens for a while."""
+    def _wait(self, length_ns: int) -> None:
         self.scene.now += length_ns
         self._story.tell(f"{time_words(length_ns)} pass")
 
-    def abort(self, request_id: str) -> None:
-        """The client gives up on an unfinished request."""
+    def _abort(self, place: int) -> None:
+        unfinished = self.scene.ledger.unfinished
+        if not unfinished:
+            return
+        request_id = unfinished[place % len(unfinished)]
         self._story.tell(f"request {request_id} is aborted at {time_words(self.scene.now)}")
         self.seen["aborts"] += 1
         with self._guarded():
             for lane in (self.scene.engine, self.scene.twin):
                 lane.core.abort_requests([request_id])
-        self.scene.ledger.ended(request_id, "abort", self.scene.now)
-        self._check()
-
-    def drain(self) -> None:
-        """Steps until nothing is left to do; ends the story."""
-        while self.scene.core.has_work() or self.scene.core.in_flight:
-            self.step()
-        self.scene.drained = True
+        self.scene.ledger.ended(request_id, "abort")
         self._check()
 
     # ------------------------------------------------------------ a step
@@ -124,7 +141,7 @@ class Trial:
     def _begin(self) -> Frame | None:
         """Begins a step in both lanes, if there is one to begin."""
         scene = self.scene
-        with self._guarded():
+        with self._guarded(f"a step begins at {time_words(scene.now)}"):
             scene.frame = scene.core.begin(scene.now)
             scene.twin_frame = scene.twin.core.begin(scene.now)
             if scene.frame is not None:
@@ -147,8 +164,7 @@ class Trial:
         )
         if any(p.unscheduled for p in record.preempted) and not self.config.rules.forget_uncomputed_blocks:
             scene.hits_are_written = False
-        scheduler = scene.core.scheduler
-        scene.ledger.scheduled(frame, running=len(scheduler.running), waiting=len(scheduler.waiting))
+        scene.ledger.scheduled(frame, alone=len(scene.core.in_flight) == 1)
         scene.samples.append((frame, scene.mirror.run(frame.plan, scene.ledger.arrivals)))
 
     def _complete(self, *, on_same_line: bool) -> None:
@@ -166,7 +182,7 @@ class Trial:
                 self._story.add(words)
             else:
                 self._story.tell(words)
-            scene.ledger.delivered(scene.outputs, scene.now)
+            scene.ledger.delivered(scene.outputs)
         self._check()
 
     # ------------------------------------------------------------ the verdict
@@ -182,15 +198,18 @@ class Trial:
         scene.frame = scene.twin_frame = scene.outputs = scene.twin_outputs = None
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Whatever goes wrong while policy and engine work ends the story."""
+    def _guarded(self, doing: str | None = None) -> Iterator[None]:
+        """Whatever goes wrong while policy and engine work ends the story; `doing` is then its last line."""
         try:
             yield
         except MisconductError as error:
-            self._fail(CONTRACT, str(error))
+            self._fail(CONTRACT, str(error), doing)
         except Exception as error:  # an engine that is broken by its policy may raise anything
-            self._fail(NO_EXCEPTION, raised_words(error))
+            self._fail(NO_EXCEPTION, raised_words(error), doing)
 
-    def _fail(self, invariant: Invariant, found: str) -> NoReturn:
-        self.failure = self._story.ending(str(invariant), invariant.sentence, found)
-        raise PolicyError(self.failure) from None
+    def _fail(self, invariant: Invariant, found: str, doing: str | None = None) -> NoReturn:
+        if doing is not None:
+            self._story.tell(doing)
+        self.broken = invariant
+        self.text = self._story.ending(str(invariant), invariant.sentence, found)
+        raise PolicyError(self.text) from None

@@ -121,15 +121,15 @@ class Witness:
 def _check_order(name: str, key: tuple[Any, ...], other: str, other_key: tuple[Any, ...]) -> None:
     both = f"order_key gave {key!r} for {name} and {other_key!r} for {other}"
     try:
-        relations = [key < other_key, key == other_key, key > other_key]
+        ordered = (key < other_key) is not (key > other_key) or key == other_key
     except TypeError as error:
         raise MisconductError(f"{both}, which cannot be compared: {error}") from error
-    if relations.count(True) != 1:
+    if not ordered:
         raise MisconductError(f"{both}, of which neither is smaller, equal or larger")
 
 
 def _facts(request: Request) -> tuple[Any, ...]:
-    return (*_fixed(request), *(tuple(values) for values in _growing(request)))
+    return (*_fixed(request), *map(tuple, _growing(request)))
 
 
 def _names(requests: Sequence[Request]) -> str:
