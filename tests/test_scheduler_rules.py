@@ -139,6 +139,23 @@ def test_13_a_scheduled_victim_gives_its_tokens_back() -> None:
     assert frame.plan.preempted_req_ids == {"d"}
 
 
+def test_13_a_scheduled_victim_takes_its_drafts_along() -> None:
+    """d was given a token and a draft before u needed a block."""
+    config = engine_config(
+        usable_blocks=6, policy="priority", max_num_seqs=4, speculative=drafting("ngram", 1)
+    )
+    engine = Engine(config)
+    engine.add("d", 5, 9, priority=9, arrival_ns=0)
+    engine.step()
+    engine.add("u", 8, 9, priority=0)
+    engine.add("v", 7, 9, priority=0)
+    engine.step()
+    engine.draft("d", right=1)
+    frame = engine.schedule()
+    assert [(p.request_id, p.unscheduled) for p in frame.record.preempted] == [("d", True)]
+    assert frame.plan.scheduled_spec_decode_tokens == {}
+
+
 def test_13_tokens_given_back_go_to_those_behind() -> None:
     """v, cut to the one token left of four in the first step, gets two with the token that d gives back."""
     engine = Engine(
@@ -398,6 +415,7 @@ def test_14_the_threshold_comes_before_the_test_for_whole_prompts() -> None:
     engine.add("a", 12, 2)
     engine.add("b", 13, 2)
     frames = engine.run()
+    assert frames[0].plan.num_scheduled_tokens == {"a": 8, "b": 8}, "12 tokens were left, and b has 13"
     assert scheduled(frames, "a") == [8, 4, 1]
     assert scheduled(frames, "b") == [8, 5, 1]
 
