@@ -110,8 +110,6 @@ class RaisesOnTies(FCFS):
 
 # ---------------------------------------------------------------- KV-cache managers
 
-Manager = Callable[[EngineConfig], KVCacheManager]
-
 
 def manager(kind: type[KVCacheManager]) -> Callable[[EngineConfig, SchedulingPolicy], EngineCore]:
     """An engine factory with another KV-cache manager, for `check_policy(engine=...)`."""
@@ -195,22 +193,63 @@ class KeepsStaleHashes(KVCacheManager):
         self.pool = _StaleIndexPool(options["num_gpu_blocks"])
 
 
+class TouchesTwice(KVCacheManager):
+    """Takes hold of each hit twice."""
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, hits: Sequence[int] = (), **options: int
+    ) -> Any:
+        blocks = super().allocate_slots(request, num_new_tokens, hits, **options)
+        if blocks is not None:
+            self.pool.touch(hits, request.request_id)
+        return blocks
+
+
+class MiscountsCachedBlocks(KVCacheManager):
+    """Counts a freed block as cached, whether it is or not."""
+
+    def free(self, request: Request) -> None:
+        super().free(request)
+        self.pool.num_cached_free = self.pool.num_free
+
+
 # ---------------------------------------------------------------- engines
 
 
 class _Engine(EngineCore):
+    """Built as `check_policy(engine=...)` wants it."""
+
     def __init__(self, config: EngineConfig, policy: SchedulingPolicy) -> None:
         super().__init__(config, policy)
+
+
+class HidesHits(_Engine):
+    """Keeps its prefix hits to itself."""
+
+    def begin(self, now: int) -> Frame | None:
+        frame = super().begin(now)
+        for admission in frame.record.admitted if frame is not None else []:
+            admission.hit_tokens = 0
+        return frame
+
+
+class StopsEarly(_Engine):
+    """Goes to sleep while one request is left."""
+
+    def has_work(self) -> bool:
+        return len(self.scheduler.requests) > 1
 
 
 class TellsTwice(_Engine):
     """Reports an end in every later step."""
 
+    told: frozenset[str] = frozenset()
+
     def begin(self, now: int) -> Frame | None:
         frame = super().begin(now)
         if frame is not None:
-            frame.plan.finished_req_ids |= self.__dict__.setdefault("told", set())
-            self.told = set(frame.plan.finished_req_ids)
+            frame.plan.finished_req_ids |= self.told
+            self.told = frozenset(frame.plan.finished_req_ids)
         return frame
 
 
@@ -293,3 +332,43 @@ def crowded(config: EngineConfig, policy: SchedulingPolicy) -> EngineCore:
         update={"max_num_seqs": seats, "max_num_batched_tokens": scheduler.max_num_batched_tokens + seats}
     )
     return EngineCore(config.model_copy(update={"scheduler": more}), policy)
+
+
+# ---------------------------------------------------------------- and the invariants that they break
+
+POLICIES: dict[type[FCFS], str] = {
+    ForeignVictim: "policy contract",
+    PromotesVictims: "policy contract",
+    KeyIsNoTuple: "policy contract",
+    KeysOfTwoKinds: "policy contract",
+    AdmitsByCount: "policy contract",
+    RaisesOnTies: "policy contract",
+    KeyByIdentity: "determinism",
+    RandomVictim: "determinism",
+    NeverAdmits: "progress or refusal",
+    NeverResumes: "progress or refusal",
+    NewestFirst: "no starvation",
+    ShortestFirst: "no starvation",
+}
+MANAGERS: dict[type[KVCacheManager], str] = {
+    ForgetsFreeHits: "no exception",
+    TouchesBeforeItChecks: "refusals change nothing",
+    FreesTwice: "conservation of blocks",
+    KeepsABlock: "conservation of blocks",
+    TouchesTwice: "references",
+    KeepsStaleHashes: "hash index",
+    HitsByLength: "hits are written",
+    MiscountsCachedBlocks: "the engine's books",
+}
+ENGINES: dict[Callable[[EngineConfig, SchedulingPolicy], EngineCore], str] = {
+    LosesTheWaiting: "conservation of requests",
+    crowded: "limits",
+    SchedulesTheDead: "causality",
+    RunsLate: "time",
+    ServesTheSecond: "order of service",
+    TellsTwice: "ends are told once",
+    ForgetsABlock: "plans replay",
+    HidesHits: "computed once",
+    OneTokenTooMany: "whole answers",
+    StopsEarly: "an empty end",
+}

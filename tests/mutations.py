@@ -1,7 +1,7 @@
 """One-line faults of the product, each with the tests that notice it.
 
 A mutation is one exact textual change to one file. `test_mutations.py` makes it on a copy and sees that its tests fail;
-`python tests/mutations.py` does the same for all of them and reports how many were noticed (a minute for each ten).
+`scripts/mutations` does so for all of them and reports how many were noticed.
 `rule` numbers the points that implementers of this scheduler get wrong, as test_scheduler_rules.py does (0: another).
 """
 
@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GOLDENS = "test_golden_decisions.py::test_decisions_equal_the_recorded_ones"
+RULE_TESTS = "test_scheduler_rules.py"
+PROCESS = "test_engine_process.py"
+RUNNER = "test_executor_runner.py"
 
 
 @dataclass(frozen=True)
@@ -342,3 +345,136 @@ SCHEDULING = (
         "corrected = False",
     ),
 )  # fmt: skip
+
+OTHERS = (
+    # ------------------------------------------------------------ time and the log
+    Mutation(
+        "host time does not move the clock",
+        0,
+        "sim/engine_process.py",
+        "delay = max(times.device_end_ns - self.now, 0) + times.update_ns",
+        "delay = max(times.device_end_ns - self.now, 0)",
+        (
+            f"{PROCESS}::test_the_synchronous_period_is_the_sum_of_its_parts",
+            f"{PROCESS}::test_host_time_counts_rows_and_new_requests",
+        ),
+    ),
+    Mutation(
+        "aborts come after the update",
+        0,
+        "sim/engine_process.py",
+        "        self._abort_due()\n        outputs = self.core.complete(frame, result.output)\n",
+        "        outputs = self.core.complete(frame, result.output)\n",
+        (
+            f"{PROCESS}::test_at_one_instant_aborts_come_before_the_update",
+            f"{PROCESS}::test_the_whole_order_at_one_instant",
+        ),
+    ),
+    Mutation(
+        "the first token has an inter-token latency",
+        0,
+        "sim/events.py",
+        "            if before := request.output_ns:\n                gap_ns = end_ns - before[-1]\n",
+        "            before = request.output_ns\n"
+        "            if request.queued_ns != NEVER:\n"
+        "                gap_ns = end_ns - (before[-1] if before else request.queued_ns)\n",
+        ("test_events.py::test_a_preempted_request_keeps_its_first_times",),
+    ),
+    Mutation(
+        "a head without a seat has no reason to wait",
+        0,
+        "sim/scheduler.py",
+        "return self._note_wait(step, WaitReason.SEATS, now)",
+        "return None",
+        ("test_reports_scheduler.py::test_10_a_more_urgent_arrival_waits_for_a_seat",),
+    ),
+    Mutation(
+        "a head without blocks has no reason to wait",
+        0,
+        "sim/scheduler.py",
+        "return WaitReason.GATE if fits else WaitReason.BLOCKS",
+        "return WaitReason.GATE",
+        ("test_reports_blocks.py::test_11_hit_blocks_in_the_free_queue_count_as_taken",),
+    ),
+    Mutation(
+        "a new reason does not end the old wait",
+        0,
+        "sim/waits.py",
+        "if wait.reason is not reason:",
+        "if False:",
+        ("test_events.py::test_waits_have_one_interval_per_reason",),
+    ),
+    # ------------------------------------------------------------ execution
+    Mutation(
+        "attention reads before K/V is written",
+        0,
+        "executor/attention.py",
+        "    written = write_kv(_packed(key), _packed(value), layer_index)\n"
+        "    output = attend(_packed(query), written, layer_index, scaling, sliding_window, softcap)\n",
+        "    written = query.new_empty(0)\n"
+        "    output = attend(_packed(query), written, layer_index, scaling, sliding_window, softcap)\n"
+        "    write_kv(_packed(key), _packed(value), layer_index)\n",
+        (
+            f"{RUNNER}::test_a_prompt_in_chunks_and_decode_steps_equal_one_forward[llama]",
+            f"{RUNNER}::test_a_hit_on_blocks_computed_in_the_same_step[llama]",
+        ),
+    ),
+    Mutation(
+        "one request reads before the next has written",
+        0,
+        "executor/attention.py",
+        "    written = write_kv(_packed(key), _packed(value), layer_index)\n"
+        "    output = attend(_packed(query), written, layer_index, scaling, sliding_window, softcap)\n",
+        "    context = get_forward_context()\n"
+        "    metadata, cache = context.attention_metadata, context.kv_caches[layer_index]\n"
+        "    starts, parts = metadata.query_start_loc.tolist(), []\n"
+        "    for rows in (slice(*bounds) for bounds in zip(starts, starts[1:])):\n"
+        "        new = _packed(key)[rows], _packed(value)[rows]\n"
+        "        ops.reshape_and_cache(*new, cache.key, cache.value, metadata.slot_mapping[rows])\n"
+        "        written = query.new_empty(0)\n"
+        "        all_rows = attend(_packed(query), written, layer_index, scaling, sliding_window, softcap)\n"
+        "        parts.append(all_rows[rows])\n"
+        "    output = torch.cat(parts)\n",
+        (f"{RUNNER}::test_a_hit_whatever_the_order_of_rows_in_the_step",),
+    ),
+    Mutation(
+        "a compiler may reorder write and attention",
+        0,
+        "executor/attention.py",
+        "output = attend(_packed(query), written, layer_index,",
+        "output = attend(_packed(query), query.new_empty(0), layer_index,",
+        ("test_executor_attention.py::test_a_compiler_cannot_read_before_it_writes",),
+    ),
+    Mutation(
+        "slot -1 is written",
+        0,
+        "kernels/cpu_torch.py",
+        "written = slot_mapping >= 0",
+        "written = slot_mapping >= -1",
+        (
+            "test_kernels_cache.py::test_padding_slots_write_nothing",
+            "test_executor_input_batch.py::test_the_warm_up_batch_writes_nothing",
+        ),
+    ),
+    Mutation(
+        "a chunk that ends early is sampled",
+        0,
+        "executor/input_batch.py",
+        "logits_rows = np.flatnonzero(layout.seq_lens == num_tokens)",
+        "logits_rows = np.arange(num_reqs)",
+        (
+            f"{RUNNER}::test_unscheduled_and_partial_rows_have_no_sampled_token",
+            f"{RUNNER}::test_a_seed_does_not_depend_on_chunking",
+        ),
+    ),
+    Mutation(
+        "the sampler does not know min_tokens",
+        0,
+        "executor/sampler.py",
+        "if row.num_output_tokens < row.params.min_tokens",
+        "if False",
+        ("test_executor_sampler.py::test_min_tokens_holds_back_every_token_that_could_end_the_request",),
+    ),
+)
+
+MUTATIONS = SCHEDULING + OTHERS

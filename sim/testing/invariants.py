@@ -167,9 +167,11 @@ def _time_runs_forward(scene: Scene) -> str | None:
 def _progress(scene: Scene) -> str | None:
     ledger = scene.ledger
     if ledger.idle_steps >= 2:
-        running = {r.request_id for r in scene.core.scheduler.running}
-        waiting = {r.request_id for r in scene.waiting}
-        return f"{ledger.idle_steps} successive steps scheduled nothing; waiting: {_ids(waiting)}; running: {_ids(running)}"
+        running = _ids({r.request_id for r in scene.core.scheduler.running})
+        waiting = _ids({r.request_id for r in scene.waiting})
+        return (
+            f"{ledger.idle_steps} successive steps scheduled nothing; waiting: {waiting}; running: {running}"
+        )
     unfinished = [e.request for e in ledger.entries.values() if e.end is None]
     bound = (len(unfinished) + 1) * sum(r.num_tokens for r in unfinished)
     if ledger.tokens_since_sign > bound and unfinished:
@@ -295,7 +297,7 @@ def _drained_is_empty(scene: Scene) -> str | None:
         return None
     usable = scene.config.cache.usable_blocks
     if scene.ledger.unfinished:
-        return f"nothing is left to do, and {', '.join(scene.ledger.unfinished)} have not ended"
+        return f"nothing is left to do; unfinished: {', '.join(scene.ledger.unfinished)}"
     if len(scene.books.free_queue) != usable:
         return f"{len(scene.books.free_queue)} of {usable} blocks are free"
     if scene.core.in_flight or scene.mirror.tables:
