@@ -37,7 +37,6 @@ def pytest_configure(config):
 '''
 
 
-
 class MutationError(AssertionError):
     """A mutation that cannot be made, or that is not noticed; the message says how to mend it."""
 

@@ -367,7 +367,9 @@ def test_a_policy_that_admits_nobody_does_not_spin(asynchronous: bool) -> None:
         served.run()
     assert served.row("a")["first_scheduled_s"] == served.row("b")["first_scheduled_s"] == 4
     waits = served.sink.events[served.sink.events.kind == "wait"]
-    assert [(w.request_id, w.reason, w.time_s, w.until_s) for w in waits.itertuples()] == [("a", "policy", 0, 4)]
+    assert [(w.request_id, w.reason, w.time_s, w.until_s) for w in waits.itertuples()] == [
+        ("a", "policy", 0, 4)
+    ]
 
 
 class Sessions:

@@ -17,7 +17,9 @@ NAMES = sorted(p.name.removesuffix(".scenario.json") for p in GOLDEN.glob("*.sce
 
 def test_the_scenarios_are_there() -> None:
     """s01-s24 synchronous, s14, s19 and s20 with drafts; x01-x05 asynchronous (x04 with drafts) and for runner V2."""
-    assert [name[:3] for name in NAMES] == [f"s{i:02}" for i in range(1, 25)] + [f"x{i:02}" for i in range(1, 6)]
+    assert [name[:3] for name in NAMES] == [f"s{i:02}" for i in range(1, 25)] + [
+        f"x{i:02}" for i in range(1, 6)
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
