@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from servetwin.sim.commands.errors import PolicyFailedError
 from servetwin.sim.commands.help_layout import help_formatter
 
 COMMANDS = {
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     except ValueError as e:
         # Every refusal of input is a ValueError with a message for the person who typed the command.
         return _complain(str(e), 2)
-    except OSError as e:
+    except (OSError, PolicyFailedError) as e:
         return _complain(str(e), 1)
     return int(code or 0)
 

@@ -298,6 +298,7 @@ class EventLog:
             reason,
             spec.priority,
             spec.session_id,
+            spec.client_id,
         )
 
     def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:

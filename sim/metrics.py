@@ -261,6 +261,9 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
     computed = int(steps.prefill_tokens.sum() + steps.decode_tokens.sum())
     queries, hits = int(steps.prefix_query_tokens.sum()), int(steps.prefix_hit_tokens.sum())
     recomputed = int(requests.recomputed_tokens.sum())
+    # Each prompt once. The queries of the steps are vLLM's counters: a refused head is looked up again in every step.
+    came_in = requests[requests.first_scheduled_s.notna()]
+    cached, admitted = int(came_in.cached_tokens.sum()), int(came_in.num_prompt_tokens.sum())
     return {
         "steps": int((steps.rows > 0).sum()),
         "preemptions": int(requests.preemptions.sum()),
@@ -268,6 +271,9 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
         "computed_tokens": computed,
         "recomputed_tokens": recomputed,
         "recomputed_fraction": recomputed / computed if computed else None,
+        "cached_prompt_tokens": cached,
+        "admitted_prompt_tokens": admitted,
+        "cached_prompt_fraction": cached / admitted if admitted else None,
         "prefix_query_tokens": queries,
         "prefix_hit_tokens": hits,
         "prefix_hit_rate": hits / queries if queries else None,

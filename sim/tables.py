@@ -45,6 +45,7 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "finish_reason": "text",
         "priority": "count",
         "session_id": "text",
+        "client_id": "text",
     },
     "steps": {
         "start_s": "time",

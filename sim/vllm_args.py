@@ -18,6 +18,11 @@ from servetwin.sim.vllm_command_line import CommandLine, VllmArgsError, json_obj
 from servetwin.sim.vllm_flags import FLAGS, spelled
 
 V2_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_SIZE_THE_POOL = (
+    "--tensor-parallel-size", "--gpu-memory-utilization", "--kv-cache-dtype", "--quantization",
+    "--kv-cache-memory-bytes", "--enforce-eager", "--cpu-offload-gb",
+)  # fmt: skip
+"""What the number of KV blocks depends on."""
 LONG_PREFILL_FRACTION = 0.04
 """Of max_model_len: vLLM's long_prefill_token_threshold once several partial prefills are asked for."""
 
@@ -42,8 +47,14 @@ class VllmArgs:
     def warnings(self) -> list[str]:
         """What its user must be told, one line each."""
         lines = []
-        if self.ignored:
-            lines.append(f"--vllm-args: ignored, since not modelled: {', '.join(self.ignored)}")
+        pool = [flag for flag in self.ignored if flag in _SIZE_THE_POOL]
+        if others := [flag for flag in self.ignored if flag not in pool]:
+            lines.append(f"--vllm-args: ignored, since nothing here depends on them: {', '.join(others)}")
+        if pool:
+            lines.append(
+                f"--vllm-args: {', '.join(pool)}: the size of the KV pool is not computed from them; give "
+                "--num-gpu-blocks-override, the tokens of vLLM's log line `GPU KV cache size` / block size"
+            )
         if self.limits_nothing:
             lines.append(f"--vllm-args: {partial_prefill_note(self.limits_nothing)}")
         return lines

@@ -80,6 +80,13 @@ def _without_program(words: list[str]) -> tuple[dict[str, str], list[str]]:
     for program in _PROGRAMS:
         if tuple(rest[: len(program)]) == program:
             return environment, rest[len(program) :]
+    if "serve" in rest and "bench" not in rest:
+        # Behind a launcher, such as `nohup vllm serve ...`.
+        return environment, rest[rest.index("serve") + 1 :]
+    if len(rest) > 1 and not rest[0].startswith("-") and not rest[1].startswith("-"):
+        raise VllmArgsError(
+            f"no `vllm serve` in {' '.join(rest[:4])!r} ...; paste from `serve` or from the model on"
+        )
     return environment, rest
 
 

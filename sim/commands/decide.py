@@ -25,6 +25,10 @@ def decide(
 
     The tokens that requests produce are a hash of their name and index, so the lines depend on nothing but the file.
     A scenario that can never run is refused (exit 2), and nothing is written.
+
+    An item of `sched` is [id, N new / C running / R resumed, tokens given, tokens computed before, block ids (N and R:
+    the whole table; C: those added now, or null), output tokens known]; *_crc are CRC-32 of ids joined by commas.
+    Scheduling is synchronous unless the scenario says async_scheduling.
     """
     import json
     import sys

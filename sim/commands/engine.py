@@ -27,7 +27,7 @@ from servetwin.sim.config import (
 )
 from servetwin.sim.contract import StepTimer
 from servetwin.sim.model_folder import read_model_config
-from servetwin.sim.plugins import load
+from servetwin.sim.plugins import PluginError, load
 from servetwin.sim.policy import load_policy
 from servetwin.sim.scenario import explain
 from servetwin.sim.steptime.drafting import DraftModel
@@ -89,6 +89,7 @@ def _constant_engine(
         raise UsageError(f"{name} has no effect with --executor constant, which runs no model")
     num_gpu_blocks = flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS
     model, assumed = _assumed_model(flags, num_gpu_blocks)
+    assumed += _assumed_limits(flags, model.max_model_len)
     tokens = TokenSource(model.vocab_size, seed)
     config = _engine_config(flags, model, num_gpu_blocks, drafting, _asynchronous(flags, drafting))
     step_model = ConstantStepModel(seconds_to_ns(step_time_s))
@@ -112,7 +113,7 @@ def _executor_engine(
     if name == "torch":
         _check_torch_flags(flags, step_time_s)
         say(f"loading {flags.model}")
-    build = load("servetwin.executors", name)
+    build = _load_executor(name)
     if not _takes_options(build):
         raise UsageError(f"--executor {name}: {type(build).__name__} cannot be called with ExecutorOptions")
     timer = build(_executor_options(flags, step_time_s, seed))
@@ -136,6 +137,14 @@ def _executor_engine(
         described=timer.describe() if hasattr(timer, "describe") else {},
         close=getattr(timer, "close", lambda: None),
     )
+
+
+def _load_executor(name: str) -> Any:
+    try:
+        return load("servetwin.executors", name)
+    except PluginError as e:
+        allowed = "allowed: constant (with --step-time-s), "
+        raise UsageError(f"--executor {e}".replace("allowed: ", allowed)) from e
 
 
 def _takes_options(build: Any) -> bool:
@@ -194,6 +203,19 @@ def _assumed_model(flags: EngineFlags, num_gpu_blocks: int) -> tuple[ModelConfig
     return model, tuple(assumed)
 
 
+def _assumed_limits(flags: EngineFlags, max_model_len: int) -> tuple[str, ...]:
+    """Nothing here knows a GPU, of which vLLM's defaults depend."""
+    seqs, tokens = _limits(flags, max_model_len)
+    named = {
+        "max_num_seqs": (flags.max_num_seqs, seqs),
+        "max_num_batched_tokens": (flags.max_num_batched_tokens, tokens),
+    }
+    said = [f"{name} {value}" for name, (given, value) in named.items() if given is None]
+    if not said:
+        return ()
+    return (f"{', '.join(said)} (`vllm serve` on a GPU of 70 GiB or more that is no A100: 1024, 8192)",)
+
+
 def _limits(flags: EngineFlags, max_model_len: int) -> tuple[int, int]:
     """(max_num_seqs, max_num_batched_tokens) with vLLM's defaults where they were not given."""
     tokens = flags.max_num_batched_tokens
@@ -235,7 +257,8 @@ def _draft_model(
         return None
     if rate is None or not 0 <= rate <= 1:
         raise UsageError(
-            f"--speculative-config needs --draft-acceptance-rate between 0 and 1 (no model verifies drafts), got {rate}"
+            "--speculative-config needs --draft-acceptance-rate, from 0 to 1 (no model verifies drafts); "
+            + ("it is missing" if rate is None else f"got {rate}")
         )
     return DraftModel(
         tokens,

@@ -64,7 +64,8 @@ class RunFlags:
         bool, _switch(RUN, "Write plans.jsonl.zst: every plan, for `servetwin execute`.")
     ] = False
     log_blocks: Annotated[
-        bool | None, _flag(RUN, "Write blocks/: the life of every KV block (default: below 50,000 requests).")
+        bool | None,
+        _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
     ] = None
     metric_defs: Annotated[
         str, _flag(RUN, "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf.")
@@ -72,9 +73,10 @@ class RunFlags:
     json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
     reset_prefix_cache_at: Annotated[
         tuple[float, ...],
-        _flag(
+        _switch(
             RUN,
-            "Simulated seconds at which to empty the prefix cache (works only while no request holds a block).",
+            "Simulated seconds at which to empty the prefix cache, which works only while no request holds a block; "
+            "may be given several times.",
         ),
     ] = ()
     seed: Annotated[int, _flag(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
@@ -134,7 +136,10 @@ class EngineFlags:
     block_size: Annotated[int, _int(CACHE, "Tokens per KV block.")] = 16
     num_gpu_blocks_override: Annotated[
         int | None,
-        _int(CACHE, "Blocks in the pool, the reserved block 0 included (default: what memory holds)."),
+        _int(
+            CACHE,
+            "Blocks in the pool, the reserved block 0 included (default: what memory holds; 40,000 without a model).",
+        ),
     ] = None
     kv_cache_memory_bytes: Annotated[
         int | None, _int(CACHE, "Memory of the KV cache in bytes; executor torch only.")
@@ -183,7 +188,10 @@ class EngineFlags:
     ] = "balanced"
     use_v2_model_runner: Annotated[
         bool,
-        _flag(SCHEDULER, "Plans report resumed requests as new ones (VLLM_USE_V2_MODEL_RUNNER of vLLM)."),
+        _flag(
+            SCHEDULER,
+            "Plans report resumed requests as new ones (VLLM_USE_V2_MODEL_RUNNER of vLLM); no figure changes.",
+        ),
     ] = False
     max_num_partial_prefills: Annotated[int, Parameter(parse=False)] = 1
     """Only through --vllm-args: nothing in 0.22.0 reads it but the default of the threshold."""
@@ -192,14 +200,16 @@ class EngineFlags:
         _flag(
             SPECULATION,
             'Speculative decoding as JSON, e.g. {"method": "eagle", "num_speculative_tokens": 3}; methods: ngram, '
-            "eagle, draft_model.",
+            "eagle (also eagle3, mtp), draft_model.",
         ),
     ] = None
     draft_acceptance_rate: Annotated[
         float | None,
         _flag(
             SPECULATION,
-            "Probability (0 to 1) that a draft is right, each for itself; where no model verifies drafts.",
+            "Required with --speculative-config where no model verifies drafts: probability (0 to 1) that a draft is "
+            "right when all before it were. vLLM's log divides accepted by drafted tokens, which is less: with k drafts "
+            "at rate r it shows (r + ... + r^k) / k.",
         ),
     ] = None
     vllm_compat: Annotated[

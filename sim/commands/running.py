@@ -16,7 +16,7 @@ import orjson
 from rich.console import Console
 
 from servetwin.sim.commands.engine import Engine, build_engine
-from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.errors import UsageError, policy_errors_told
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, results_console, say
@@ -63,6 +63,8 @@ class RunRequest:
     def check(self) -> None:
         """Raises UsageError for what can be seen before anything is built."""
         flags = self.flags
+        if flags.reset_prefix_cache_at and not self.engine.enable_prefix_caching:
+            raise UsageError("--reset-prefix-cache-at has no effect with --no-enable-prefix-caching")
         for time_s in flags.reset_prefix_cache_at:
             if not 0 <= time_s < MAX_TIME_S:
                 raise UsageError(f"--reset-prefix-cache-at {time_s} must be seconds, 0 or more")
@@ -126,9 +128,22 @@ def _announce(workload: ListWorkload, engine: Engine) -> None:
         say(f"dropped: {sum(dropped.values())} of {about['rows_read']} rows of no use ({reasons})")
     if any(r.think_time_s is not None for r in workload.requests):
         say("note: think_time_s is kept but not acted on: every request is sent at its arrival_s (open loop)")
+    for text in _without_effect(workload, engine.config.scheduler.policy):
+        say(f"note: {text}")
     for text in engine.assumed:
         say(f"assumed: {text}")
     say(f"engine: {_engine_line(engine.config)}")
+
+
+def _without_effect(workload: ListWorkload, policy: str) -> Iterator[str]:
+    """What a policy goes by, where no request has it."""
+    requests = workload.requests
+    if policy == "fair" and all(r.client_id is None for r in requests):
+        yield "no request has a client_id, so the policy fair serves them like fcfs"
+    if policy == "priority" and len({r.priority for r in requests}) == 1:
+        yield "all priorities are equal, so the policy priority serves by arrival"
+    if policy == "sjf" and all(r.predicted_output_tokens is None for r in requests):
+        yield "no request has predicted_output_tokens: the policy sjf goes by output_tokens, the true length"
 
 
 def _engine_line(config: EngineConfig) -> str:
@@ -138,6 +153,7 @@ def _engine_line(config: EngineConfig) -> str:
         "chunked prefill": scheduler.enable_chunked_prefill,
         "full-sequence gate": scheduler.scheduler_reserve_full_isl,
     }
+    threshold = [f"prompts in pieces of {t:,}"] if (t := scheduler.long_prefill_token_threshold) else []
     corrections = [f"corrected: {' + '.join(c)}"] if (c := config.rules.corrections) else []
     spec = config.speculative
     drafts = [f"{spec.num_speculative_tokens} drafts ({spec.method})"] if spec else []
@@ -148,6 +164,7 @@ def _engine_line(config: EngineConfig) -> str:
             f"max_model_len {config.model.max_model_len:,}",
             f"{scheduler.max_num_seqs:,} seats",
             f"{scheduler.token_budget:,} tokens per step",
+            *threshold,
             scheduler.policy,
             "asynchronous scheduling" if scheduler.async_scheduling else "synchronous scheduling",
             *drafts,
@@ -176,19 +193,20 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
             recorder.plan(frame)
             stop.raise_if_asked()
 
-        end_ns = simulate(
-            config,
-            workload,
-            engine.timer,
-            log,
-            tokens=engine.tokens,
-            plan_tokens=engine.runs_a_model or flags.save_plans,
-            log_blocks=log_blocks,
-            on_request=recorder.request,
-            on_step=on_step,
-            vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
-            cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
-        )
+        with policy_errors_told(config.engine.scheduler.policy):
+            end_ns = simulate(
+                config,
+                workload,
+                engine.timer,
+                log,
+                tokens=engine.tokens,
+                plan_tokens=engine.runs_a_model or flags.save_plans,
+                log_blocks=log_blocks,
+                on_request=recorder.request,
+                on_step=on_step,
+                vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
+                cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
+            )
         progress.done(end_ns)
     return recorder.summary
 

@@ -124,7 +124,8 @@ def _figures_table(summary: Mapping[str, Any]) -> Table:
     table.add_row("preemptions", f"{own['preemptions']:,} ({own['recomputed_tokens']:,} tokens recomputed)")
     table.add_row(
         "prefix hits",
-        f"{own['prefix_hit_tokens']:,} of {own['prefix_query_tokens']:,} tokens ({_percent(own['prefix_hit_rate'])})",
+        f"{own['cached_prompt_tokens']:,} of {own['admitted_prompt_tokens']:,} prompt tokens "
+        f"({_percent(own['cached_prompt_fraction'])})",
     )
     if "spec_decode_acceptance_length" in summary:
         length, rate = summary["spec_decode_acceptance_length"], summary["spec_decode_acceptance_rate"]

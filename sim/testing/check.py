@@ -37,6 +37,10 @@ class PolicyReport:
     failures: list[str] = field(default_factory=list)
     """Empty: a failure is raised."""
 
+    def __str__(self) -> str:
+        seen = ", ".join(f"{count:,} {what}" for what, count in self.seen.items())
+        return f"{self.policy} passed: {self.examples} stories ({seen}), {len(self.invariants)} invariants"
+
 
 def check_policy(
     target: str | type[SchedulingPolicy],
