@@ -47,14 +47,14 @@ class VllmArgs:
     def warnings(self) -> list[str]:
         """What its user must be told, one line each."""
         lines = []
-        pool = [flag for flag in self.ignored if flag in _SIZE_THE_POOL]
-        if others := [flag for flag in self.ignored if flag not in pool]:
-            lines.append(f"--vllm-args: ignored, since nothing here depends on them: {', '.join(others)}")
-        if pool:
-            lines.append(
-                f"--vllm-args: {', '.join(pool)}: the size of the KV pool is not computed from them; give "
-                "--num-gpu-blocks-override, the tokens of vLLM's log line `GPU KV cache size` / block size"
-            )
+        if self.ignored:
+            line = f"--vllm-args: ignored, since not modelled: {', '.join(self.ignored)}"
+            if pool := [flag for flag in self.ignored if flag in _SIZE_THE_POOL]:
+                line += (
+                    f"; of these, {', '.join(pool)} decide the size of the KV pool: give it by "
+                    "--num-gpu-blocks-override, the tokens of vLLM's log line `GPU KV cache size` / block size"
+                )
+            lines.append(line)
         if self.limits_nothing:
             lines.append(f"--vllm-args: {partial_prefill_note(self.limits_nothing)}")
         return lines

@@ -137,7 +137,8 @@ def test_what_was_assumed_is_said(
     assert run(["run", jsonl(*rows(1)), *CONSTANT, "--out", str(out)]) == 0
     said = capsys.readouterr().err
     assumed = read_run(out).header["assumed"]
-    assert assumed == ["num_gpu_blocks 40000", "max_model_len 131072"]
+    assert assumed[:2] == ["num_gpu_blocks 40000", "max_model_len 131072"]
+    assert [a.partition(" (")[0] for a in assumed[2:]] == ["max_num_seqs 256, max_num_batched_tokens 2048"]
     assert all(text in said for text in assumed)
 
 
@@ -386,7 +387,7 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--async-scheduling", *NGRAM], "--async-scheduling: the ngram drafter needs the tokens"),
         (
             [*CONSTANT, *NGRAM[:2], "--no-async-scheduling"],
-            "--speculative-config needs --draft-acceptance-rate between 0 and 1",
+            "--speculative-config needs --draft-acceptance-rate, from 0 to 1 (no model verifies drafts); it is missing",
         ),
         ([*CONSTANT, *NGRAM[2:]], "--draft-acceptance-rate has no effect without --speculative-config"),
         ([*CONSTANT, "--speculative-config", "ngram"], "--speculative-config is no JSON"),
@@ -407,7 +408,10 @@ def test_decide_refuses_what_can_never_run(
         ([], "--executor is missing: torch"),
         ([*CONSTANT, "--metric-defs", "mine"], "mine"),
         ([*CONSTANT, "--scheduling-policy", "lifo"], "lifo"),
-        (["--executor", "nonsense"], "'nonsense' is not known; allowed: torch"),
+        (
+            ["--executor", "nonsense"],
+            "--executor 'nonsense' is not known; allowed: constant (with --step-time-s), torch",
+        ),
         (["--executor", "json:nothing"], "has no attribute 'nothing'"),
         (["--executor", "no.such.module:x"], "needs the module 'no'"),
         ([*CONSTANT, "--model", "/nowhere"], "/nowhere/config.json: No such file"),
@@ -476,3 +480,45 @@ def test_a_folder_with_something_in_it_is_left_alone(jsonl: Callable[..., str], 
     (precious / "chapter1.txt").write_text("...")
     assert run([*flags, str(precious), "--overwrite"]) == 2
     assert [p.name for p in precious.iterdir()] == ["chapter1.txt"]
+
+
+BAD_POLICY = """
+from servetwin.sim.policy import FCFS
+
+class Bad(FCFS):
+    def order_key(self, request, now):
+        return (request.arrival_s,)
+"""
+
+
+def test_an_error_in_a_policy_is_one_line_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The person who wrote it wants file and line, and exit code 1: the command line was right."""
+    (tmp_path / "bad_policy.py").write_text(BAD_POLICY)
+    monkeypatch.chdir(tmp_path)
+    assert run(["run", "chat", "--num-prompts", "3", *CONSTANT, "--scheduling-policy", "bad_policy:Bad"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("servetwin: the scheduling policy bad_policy:Bad raised AttributeError")
+    assert "bad_policy.py, line 6, in order_key" in said
+
+
+@pytest.mark.parametrize(
+    ("policy", "note"),
+    [
+        ("fair", "no request has a client_id"),
+        ("priority", "all priorities are equal"),
+        ("sjf", "no request has predicted_output_tokens"),
+    ],
+)
+def test_a_policy_without_anything_to_go_by_is_said(
+    policy: str, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", "chat", "--num-prompts", "3", *CONSTANT, "--scheduling-policy", policy]) == 0
+    assert f"note: {note}" in capsys.readouterr().err
+
+
+def test_a_flag_of_vllm_that_is_none_of_ours_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, hint in [("--max-num-partial-prefills", "It would do nothing"), ("--host", "inside --vllm-args")]:
+        assert run(["run", "chat", *CONSTANT, flag, "2"]) == 2
+        assert hint in capsys.readouterr().err

@@ -96,6 +96,7 @@ def test_a_preempted_request_keeps_its_first_times() -> None:
         "finish_reason": "length",
         "priority": 0,
         "session_id": row["session_id"],
+        "client_id": row["client_id"],
     }
     events = story.sink.events
     events = events[events.kind != "wait"]

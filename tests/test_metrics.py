@@ -126,7 +126,7 @@ def log_of(*rows: tuple[object, ...]) -> MemorySink:
     columns = Columns("requests")
     for n, (arrival, first, last, finish, tokens, reason) in enumerate(rows):
         times = [-1 if t is None else round(t * S) for t in (arrival, arrival, arrival, first, last, finish)]  # type: ignore[operator]
-        columns.append(f"r{n}", 10, tokens, *times, 0, 0, 0, reason, 0, None)  # type: ignore[arg-type]
+        columns.append(f"r{n}", 10, tokens, *times, 0, 0, 0, reason, 0, None, None)  # type: ignore[arg-type]
     sink = MemorySink()
     sink.write({"requests": columns})
     return sink
