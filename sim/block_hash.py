@@ -73,9 +73,12 @@ class BlockHashes:
 
     def prepare(self, num_blocks: int) -> None:
         """Makes the hashes of the first `num_blocks` blocks, up to the first private one."""
-        hashes, size = self._hashes, self.block_size
+        hashes, size, in_prompt = self._hashes, self.block_size, self._prompt.num_tokens
         for start in range(len(hashes) * size, num_blocks * size, size):
-            content = self._content(start)
+            if start >= in_prompt:
+                content: bytes | None = self._outputs(start - in_prompt, start + size - in_prompt)
+            else:
+                content = self._prompt_content(start, start + size, in_prompt)
             if content is None:
                 self._private = True
                 return
@@ -92,12 +95,12 @@ class BlockHashes:
             hashes.append((self._request_id, len(hashes)))
         return hashes
 
-    def _content(self, start: int) -> bytes | None:
-        stop, in_prompt = start + self.block_size, self._prompt.num_tokens
+    def _outputs(self, start: int, stop: int) -> bytes:
+        return token_content(self._output[start:stop])
+
+    def _prompt_content(self, start: int, stop: int, in_prompt: int) -> bytes | None:
+        """The content of a block that begins in the prompt."""
         if stop <= in_prompt:
             return self._prompt.content(start, stop)
-        outputs = token_content(self._output[max(start - in_prompt, 0) : stop - in_prompt])
-        if start >= in_prompt:
-            return outputs
         head = self._prompt.content(start, in_prompt)
-        return None if head is None else head + outputs
+        return None if head is None else head + self._outputs(0, stop - in_prompt)

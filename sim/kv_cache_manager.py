@@ -130,7 +130,9 @@ class KVCacheManager:
             new_blocks = self.pool.take(1, request.request_id)
             request.block_ids += new_blocks
         if self.enable_caching:
-            self._hash_full_blocks(request, min(filled, request.num_tokens))
+            known = min(filled, request.num_tokens)
+            if known >= (request.num_hashed_blocks + 1) * self.block_size:
+                self._hash_full_blocks(request, known)
         self._note_quiet(request)
         return new_blocks
 
@@ -212,7 +214,8 @@ class KVCacheManager:
         quiet = len(request.block_ids) * self.block_size
         if self.enable_caching:
             quiet = min(quiet, (request.num_hashed_blocks + 1) * self.block_size - 1)
-        request.quiet_until = min(quiet, request.length_limit - 1)
+        limit = request.length_limit - 1
+        request.quiet_until = quiet if quiet < limit else limit
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
         """Raises AssertionError when the tables of the `holders` and the pool's reference counts disagree."""

@@ -519,6 +519,9 @@ def test_a_policy_without_anything_to_go_by_is_said(
 
 
 def test_a_flag_of_vllm_that_is_none_of_ours_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for flag, hint in [("--max-num-partial-prefills", "It would do nothing"), ("--host", "inside --vllm-args")]:
+    for flag, hint in [
+        ("--max-num-partial-prefills", "It would do nothing"),
+        ("--host", "inside --vllm-args"),
+    ]:
         assert run(["run", "chat", *CONSTANT, flag, "2"]) == 2
         assert hint in capsys.readouterr().err

@@ -332,6 +332,9 @@ def test_what_only_a_model_can_act_on_is_ignored_where_none_runs():
     line = "--dtype bfloat16 --kv-cache-memory-bytes 1G --load-format dummy --port 1"
     flags, (note,) = with_vllm_args(EngineFlags(), line, runs_a_model=False)
     assert flags == EngineFlags()
-    assert "--port, --dtype, --kv-cache-memory-bytes, --load-format; of these, --kv-cache-memory-bytes decide" in note
+    assert (
+        "--port, --dtype, --kv-cache-memory-bytes, --load-format; of these, --kv-cache-memory-bytes decide"
+        in note
+    )
     flags, _ = with_vllm_args(EngineFlags(), line, runs_a_model=True)
     assert (flags.dtype, flags.kv_cache_memory_bytes, flags.load_format) == ("bfloat16", 2**30, "dummy")
