@@ -16,8 +16,8 @@ BlockHash = bytes | tuple[str, int]
 """A digest of the chain, or (request id, block index) for private content."""
 
 _DIGEST_BYTES = 16
-NOT_TOKENS = b"\xff" * 8
-"""Begins every content that is not made of token ids: no token id looks like this."""
+NOT_TOKENS = b"\xff" * 4
+"""Begins every content that is not made of token ids: none is as large as that."""
 _NO_PARENT = b"\0" * _DIGEST_BYTES
 
 
@@ -35,13 +35,13 @@ class Prompt(Protocol):
         ...
 
 
-TOKEN_BYTES = 8
+TOKEN_BYTES = 4
 """Of one token in a content."""
 
 
 def token_content(token_ids: Sequence[int]) -> bytes:
     """The identity of a run of explicit tokens: as many bytes for each, so that runs join without a seam."""
-    return array("Q", token_ids).tobytes()
+    return array("I", token_ids).tobytes()
 
 
 def _salted_root(cache_salt: str) -> bytes:
@@ -75,8 +75,9 @@ class BlockHashes:
         """Makes the hashes of the first `num_blocks` blocks, up to the first private one."""
         hashes, size, in_prompt = self._hashes, self.block_size, self._prompt.num_tokens
         for start in range(len(hashes) * size, num_blocks * size, size):
+            content: bytes | None
             if start >= in_prompt:
-                content: bytes | None = self._outputs(start - in_prompt, start + size - in_prompt)
+                content = token_content(self._output[start - in_prompt : start + size - in_prompt])
             else:
                 content = self._prompt_content(start, start + size, in_prompt)
             if content is None:
@@ -95,12 +96,9 @@ class BlockHashes:
             hashes.append((self._request_id, len(hashes)))
         return hashes
 
-    def _outputs(self, start: int, stop: int) -> bytes:
-        return token_content(self._output[start:stop])
-
     def _prompt_content(self, start: int, stop: int, in_prompt: int) -> bytes | None:
         """The content of a block that begins in the prompt."""
         if stop <= in_prompt:
             return self._prompt.content(start, stop)
         head = self._prompt.content(start, in_prompt)
-        return None if head is None else head + self._outputs(0, stop - in_prompt)
+        return None if head is None else head + token_content(self._output[: stop - in_prompt])

@@ -77,13 +77,32 @@ class BlockPool:
         assert count <= self.num_free, "checked by the KV-cache manager"
         blocks = self._pop_front(count)
         self.num_free -= count
-        for block in blocks:
-            self._references[block] = 1
-        if cached := [b for b in blocks if self._hash_of[b] is not None]:
-            self._evict(cached)
         if self.journal is not None:
-            self.journal += [BlockChange(b, "take", request_id, references=1) for b in blocks]
+            self._note_taken(self.journal, blocks, request_id)
+        references, hash_of, blocks_of = self._references, self._hash_of, self._blocks_of
+        for block in blocks:
+            references[block] = 1
+            block_hash = hash_of[block]
+            if block_hash is not None:
+                hash_of[block] = None
+                self.num_evictions += 1
+                self.num_cached_free -= 1
+                holders = blocks_of.pop(block_hash)
+                if holders != block:
+                    self._keep_others(holders, block, block_hash)
         return blocks
+
+    def _note_taken(self, journal: list[BlockChange], blocks: list[int], request_id: str) -> None:
+        cached = [(b, h) for b in blocks if (h := self._hash_of[b]) is not None]
+        journal += [BlockChange(b, "evict", prefix_id=_text(h)) for b, h in cached]
+        journal += [BlockChange(b, "take", request_id, references=1) for b in blocks]
+
+    def _keep_others(self, holders: int | dict[int, None], block: int, block_hash: BlockHash) -> None:
+        """An equal block beside the one that lost its content is found from now on."""
+        assert isinstance(holders, dict), "a content in one block lies in the block that says so"
+        del holders[block]
+        if holders:
+            self._blocks_of[block_hash] = holders
 
     def touch(self, blocks: Sequence[int], request_id: str) -> None:
         """One reference more on each block of a prefix hit; free ones leave the free queue."""
@@ -179,27 +198,14 @@ class BlockPool:
             else:
                 self._stale[block] = left - 1
 
-    def _evict(self, blocks: list[int]) -> None:
-        """The blocks are taken for something else."""
-        dropped = [self._drop_content(block) for block in blocks]
-        self.num_cached_free -= len(blocks)
-        self.num_evictions += len(blocks)
-        if self.journal is not None:
-            self.journal += [
-                BlockChange(b, "evict", prefix_id=_text(h)) for b, h in zip(blocks, dropped, strict=True)
-            ]
-
-    def _drop_content(self, block: int) -> BlockHash:
-        """Nothing finds this block any more; an equal one beside it is found from now on."""
+    def _drop_content(self, block: int) -> None:
+        """Nothing finds this block any more."""
         block_hash = self._hash_of[block]
         assert block_hash is not None
         self._hash_of[block] = None
         holders = self._blocks_of.pop(block_hash)
-        if isinstance(holders, dict):
-            del holders[block]
-            if holders:
-                self._blocks_of[block_hash] = holders
-        return block_hash
+        if holders != block:
+            self._keep_others(holders, block, block_hash)
 
     # ------------------------------------------------------------ the books
 

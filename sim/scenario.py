@@ -23,6 +23,7 @@ from servetwin.sim.config import (
     SpeculativeConfig,
 )
 from servetwin.sim.rules import Rules
+from servetwin.workloads.spec import MAX_TOKEN_ID
 
 
 class ScenarioError(ValueError):
@@ -31,6 +32,7 @@ class ScenarioError(ValueError):
 
 Name = Annotated[str, Field(pattern=r"^[ -~]+$")]
 """Printable ASCII: tokens are made from the bytes of names."""
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Segment = tuple[Literal["p", "o"], Name, NotNegative, NotNegative]
 
 
@@ -90,7 +92,7 @@ class ScenarioRequest(Config):
     """One request of a scenario; times in steps or ns, as the scenario's time_mode says."""
 
     id: Name
-    prompt_token_ids: tuple[NotNegative, ...] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
     prompt_segments: tuple[Segment, ...] | None = None
     max_tokens: Positive
     arrival_step: NotNegative | None = None
