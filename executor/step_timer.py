@@ -14,6 +14,7 @@ from servetwin.executor import kv_cache
 from servetwin.executor.input_batch import InputBatch, build_warm_up_batch
 from servetwin.executor.model_loader import LoadedModel, load_model
 from servetwin.executor.model_runner import ModelRunner
+from servetwin.executor.request_state import PlanError
 from servetwin.sim.config import ExecutorOptions, ModelConfig
 from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult
 
@@ -36,6 +37,8 @@ class TorchStepTimer:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Runs one plan; plans come in order. Raises PlanError for one that cannot be run."""
+        if plan.scheduled_spec_decode_tokens:
+            raise PlanError("the plan holds drafts, and this executor verifies none")
         start_ns = time.perf_counter_ns()
         batch = self.runner.prepare(plan)
         if batch is None:

@@ -82,7 +82,7 @@ class SpeculativeConfig(Config):
 
     method: Literal["ngram", "eagle", "draft_model"]
     """Who drafts: a look-up in the request's own tokens, a draft head on the model, or a small model."""
-    num_speculative_tokens: Positive
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=1_000)]
 
     @property
     def num_lookahead_tokens(self) -> int:

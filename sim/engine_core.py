@@ -55,11 +55,14 @@ class EngineCore:
                 f"leaves {room} of max_model_len {limit}, and vLLM 0.22.0 would hold it for ever (the correction "
                 "length_outranks_min_tokens ends it at the limit)"
             )
-        # The last token that can be sampled is never computed.
-        most = cdiv(min(prompt + request.max_tokens, limit) - 1, self.config.cache.block_size)
+        # The last token that can be sampled is never computed, but a drafter wants its slots behind the others.
+        lookahead = self.config.num_lookahead_tokens
+        slots = min(min(prompt + request.max_tokens, limit) - 1 + lookahead, limit)
+        most = cdiv(slots, self.config.cache.block_size)
         if most > self.config.cache.usable_blocks:
+            drafts = f" and {lookahead} slots for the drafter" if lookahead else ""
             return (
-                f"prompt of {prompt} and output of {min(request.max_tokens, room)} tokens need {most} blocks; "
+                f"prompt of {prompt} and output of {min(request.max_tokens, room)} tokens{drafts} need {most} blocks; "
                 f"the pool has {self.config.cache.usable_blocks} usable ones"
             )
         return None
@@ -70,7 +73,16 @@ class EngineCore:
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests at the client's wish; returns those that were known and unfinished."""
-        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        self._forget_in_flight(r.request_id for r in ended)
+        return ended
+
+    def _forget_in_flight(self, ended: Iterable[str]) -> None:
+        """What steps in flight bring for requests that have ended is nobody's: not a later one's with the same id."""
+        for request_id in ended:
+            for frame in self.in_flight:
+                if request_id in frame.plan.num_scheduled_tokens:
+                    frame.gone.add(request_id)
 
     def has_work(self) -> bool:
         """A step is due: something is unfinished, or the worker has not heard yet of something that ended."""
@@ -110,7 +122,10 @@ class EngineCore:
                 raise ValueError(
                     f"the executor sampled for request {request_id!r}, which has {left} known tokens left to compute"
                 )
-        return self.scheduler.update_from_output(frame.plan, output)
+        outputs = self.scheduler.update_from_output(frame.plan, output, frame.gone)
+        if self.in_flight:
+            self._forget_in_flight(outputs.finished)
+        return outputs
 
     def update_draft_tokens(self, drafts: DraftTokenIds) -> None:
         """Takes in the drafts that followed the step just completed (synchronous scheduling)."""

@@ -20,11 +20,12 @@ from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import HostModel, LinearHostModel
 from servetwin.sim.progress_guard import ProgressGuard, StalledError
-from servetwin.sim.records import EngineCoreOutputs, Frame
+from servetwin.sim.records import EngineCoreOutputs, Frame, WaitReason
 from servetwin.sim.request import Request
+from servetwin.sim.step_check import check_result
 from servetwin.sim.timeline import StepTimes, Timeline
 from servetwin.sim.token_source import TokenSource
-from servetwin.sim.units import seconds_to_ns
+from servetwin.sim.units import ns_to_seconds, seconds_to_ns
 from servetwin.workloads.spec import RequestSpec, Workload
 
 
@@ -126,6 +127,7 @@ class EngineProcess:
         if schedule_ns:
             yield self.env.timeout(schedule_ns)
         result = self.timer.run(frame.plan)
+        check_result(frame.plan, result)
         times = self._timeline.submit(self.now, schedule_ns, result.prepare_ns, result.device_ns)
         self._submitted.append(Submitted(frame, result, times))
 
@@ -156,17 +158,24 @@ class EngineProcess:
         """A schedule call that found nothing to do: only an arrival or an abort can change that."""
         self.core.abandon(frame)
         self.log.sat_out(frame)
-        times = [
-            t
-            for t in (self._arrivals.next_ns(), self._aborts[0][0] if self._aborts else None)
-            if t is not None
-        ]
+        times = [*islice(self._cache_resets, 1)]
+        if (arrival := self._arrivals.next_ns()) is not None:
+            times.append(arrival)
+        if self._aborts:
+            times.append(self._aborts[0][0])
         if not times:
             left = ", ".join(sorted(self.core.scheduler.requests)[:5])
             raise StalledError(
-                f"at {self.now} ns nothing can be scheduled and nothing will arrive; unfinished requests: {left}"
+                f"at {ns_to_seconds(self.now):.9g} s nothing can be scheduled and nothing will arrive; unfinished "
+                f"requests: {left}; {self._why_nobody_comes_in(frame)}"
             )
         return self._wait_until(min(times))
+
+    def _why_nobody_comes_in(self, frame: Frame) -> str:
+        record = frame.record
+        if record.head_reason is WaitReason.POLICY:
+            return f"may_admit of the policy {self.core.config.scheduler.policy} refuses {record.head!r}"
+        return f"{record.head!r} waits for: {record.head_reason}" if record.head else "all of them run"
 
     def _wait_until(self, time_ns: int) -> simpy.Event:
         return self.env.timeout(max(time_ns - self.now, 0))

@@ -128,7 +128,7 @@ class EventLog:
         self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
     ) -> None:
         """A step is complete: `end_ns` dates its tokens and whatever finished with it."""
-        self._step_row(frame, result, times, end_ns, _accepted(frame, outputs))
+        self._step_row(frame, result, times, end_ns, outputs)
         if "tokens" in self._columns:
             self._save_tokens(outputs, end_ns)
         self._note_outputs(outputs, end_ns)
@@ -208,9 +208,8 @@ class EventLog:
             self._event(now_ns, admitted.request_id, kind, None, admitted.hit_tokens, admitted.blocks)
 
     def _step_row(
-        self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, accepted_drafts: int
+        self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
     ) -> None:
-        drafts = frame.plan.scheduled_spec_decode_tokens
         record, prefix = frame.record, frame.record.prefix
         self._columns["steps"].append(
             frame.start_ns,
@@ -235,9 +234,9 @@ class EventLog:
             prefix.preempted_queries,
             prefix.preempted_hits,
             sum(record.recomputed.values()),
-            len(drafts),
-            sum(map(len, drafts.values())),
-            accepted_drafts,
+            outputs.draft_rows,
+            outputs.draft_tokens,
+            outputs.accepted_draft_tokens,
             times.schedule_ns,
             times.prepare_start_ns,
             times.device_start_ns,
@@ -310,9 +309,3 @@ class EventLog:
     def _flush_if_due(self) -> None:
         if self._steps >= self._flush_at_step or max(map(len, self._columns.values())) >= PART_ROWS:
             self.flush()
-
-
-def _accepted(frame: Frame, outputs: EngineCoreOutputs) -> int:
-    """Tokens that the step's drafts brought: all but the one that every row gets anyway."""
-    tokens = outputs.new_token_ids
-    return sum(len(tokens[r]) - 1 for r in frame.plan.scheduled_spec_decode_tokens if r in tokens)

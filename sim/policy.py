@@ -84,6 +84,11 @@ BUILT_IN: dict[str, str] = {
 }
 
 
+def inherits(policy: SchedulingPolicy, hook: str) -> bool:
+    """The policy has this hook from FCFS as it is there."""
+    return getattr(getattr(policy, hook, None), "__func__", None) is getattr(FCFS, hook)
+
+
 def load_policy(name: str) -> SchedulingPolicy:
     """A new policy by its built-in name (fcfs, priority, sjf, fair) or `module:Class`.
 
@@ -105,6 +110,8 @@ def load_policy(name: str) -> SchedulingPolicy:
         )
     try:
         policy: SchedulingPolicy = found()
-    except TypeError as e:
-        raise PluginError(f"scheduling policy {name!r} must be built without arguments: {e}") from e
+    except Exception as e:
+        raise PluginError(
+            f"scheduling policy {name!r} cannot be built without arguments: {type(e).__name__}: {e}"
+        ) from e
     return policy

@@ -48,7 +48,7 @@ class ProgressGuard:
         if self._tokens > self._limit:
             raise StalledError(
                 f"livelock at step {frame.step}: {self._tokens} tokens and {self._preemptions} preemptions since the "
-                f"last output; these requests preempt each other for ever: {_some(requests)}. vLLM 0.22.0 would do so, "
+                f"last output; preempted again and again: {_some(requests)}. vLLM 0.22.0 would do so, "
                 "too. More blocks, the full-sequence gate (--scheduler-reserve-full-isl) or fewer seats avoid it"
             )
 

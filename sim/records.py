@@ -125,6 +125,8 @@ class Frame:
     """Simulated instant of the schedule call."""
     plan: SchedulerOutput
     record: ScheduleRecord
+    gone: set[str] = field(default_factory=set)
+    """Requests of the plan that ended while it was in flight."""
 
 
 @dataclass(slots=True)
@@ -156,6 +158,11 @@ class EngineCoreOutputs:
     """The tokens of each request that got some."""
     finished: dict[str, Finish] = field(default_factory=dict)
     """The requests that ended with them."""
+    draft_rows: int = 0
+    """Requests whose drafts were verified (of those that were still there, as vLLM counts)."""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    """Before anything is dropped behind a stop."""
 
     @property
     def outputs(self) -> list[EngineCoreOutput]:

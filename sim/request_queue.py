@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from servetwin.sim.policy import FCFS, SchedulingPolicy
+from servetwin.sim.policy import SchedulingPolicy, inherits
 from servetwin.sim.request import Request
 
 
@@ -33,6 +33,16 @@ class RequestQueue(Protocol):
     def __iter__(self) -> Iterator[Request]:
         """In order of admission."""
         ...
+
+
+def order_key(policy: SchedulingPolicy, request: Request, now: int) -> tuple[Any, ...]:
+    """The policy's key; raises ValueError when it is no tuple."""
+    key = policy.order_key(request, now)
+    if not isinstance(key, tuple):
+        raise ValueError(
+            f"order_key of {type(policy).__name__} gave {key!r} for {request.request_id!r}, not a tuple"
+        )
+    return key
 
 
 class FIFOQueue:
@@ -73,7 +83,7 @@ class KeyedQueue:
 
     def add(self, request: Request, now: int) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (self._policy.order_key(request, now), self._count, request))
+        heapq.heappush(self._heap, (order_key(self._policy, request, now), self._count, request))
 
     put_back = add
 
@@ -116,7 +126,7 @@ class DynamicQueue:
         self._requests.remove(request)
 
     def _key(self, request: Request) -> tuple[Any, ...]:
-        return self._policy.order_key(request, self._now)
+        return order_key(self._policy, request, self._now)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -129,6 +139,6 @@ def make_queue(policy: SchedulingPolicy) -> RequestQueue:
     """The waiting queue that fits a policy."""
     if getattr(policy, "dynamic_order", False):
         return DynamicQueue(policy)
-    if getattr(type(policy), "order_key", None) is FCFS.order_key:
+    if inherits(policy, "order_key"):
         return FIFOQueue()
     return KeyedQueue(policy)

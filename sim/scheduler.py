@@ -9,13 +9,13 @@ Reading order: `schedule` (running pass, waiting pass, plan), then `update_from_
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import islice
 
 from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
 from servetwin.sim.kv_cache_manager import KVCacheManager
-from servetwin.sim.policy import FCFS, AdmissionState, SchedulingPolicy, load_policy
+from servetwin.sim.policy import AdmissionState, SchedulingPolicy, inherits, load_policy
 from servetwin.sim.records import (
     Admission,
     EngineCoreOutputs,
@@ -77,7 +77,7 @@ class Scheduler:
         """Requests that ended since the last plan: the next one tells the worker."""
         self._prev_step_ids: frozenset[str] = frozenset()
         self._plans = PlanWriter(plan_tokens, config.scheduler.use_v2_model_runner)
-        self._asks_policy = getattr(type(self.policy), "may_admit", None) is not FCFS.may_admit
+        self._asks_policy = not inherits(self.policy, "may_admit")
         self._on_queued = getattr(self.policy, "on_queued", None)
         self._on_scheduled = getattr(self.policy, "on_scheduled", None)
         self._on_ended = getattr(self.policy, "on_ended", None)
@@ -362,18 +362,26 @@ class Scheduler:
 
     # ------------------------------------------------------------ update
 
-    def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
-        """Takes in what a step produced: new tokens, and the requests that end with them."""
+    def update_from_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, gone: Set[str] = frozenset()
+    ) -> EngineCoreOutputs:
+        """Takes in what a step produced: new tokens, and the requests that end with them.
+
+        `gone`: requests of the plan that ended before, whose tokens are dropped (as those of unknown ones are).
+        """
         ids, sampled = _in_plan_order(plan, output)
         new_token_ids = dict(zip(ids, sampled, strict=True))
         outputs = EngineCoreOutputs(new_token_ids)
         drafts_of, counts_ahead = plan.scheduled_spec_decode_tokens, self._counts_ahead
         for request, request_id, tokens in zip(map(self.requests.get, ids), ids, sampled, strict=True):
-            if request is None or not tokens:
-                self._brought_nothing(request)
+            if request is None or not tokens or (gone and request_id in gone):
+                self._brought_nothing(None if request_id in gone else request)
                 del new_token_ids[request_id]
                 continue
             if drafts_of and (drafts := drafts_of.get(request_id)):
+                outputs.draft_rows += 1
+                outputs.draft_tokens += len(drafts)
+                outputs.accepted_draft_tokens += len(tokens) - 1
                 self._reject(request, len(drafts) + 1 - len(tokens))
             token, num_tokens = tokens[0], request.num_tokens + 1
             if len(tokens) == 1 and num_tokens < request.length_limit and token not in request.stop_tokens:

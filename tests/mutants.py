@@ -179,10 +179,11 @@ class ForgetsFreeHits(KVCacheManager):
 class _StaleIndexPool(BlockPool):
     """Evicts a content from the block, not from the index."""
 
-    def _drop_content(self, block: int) -> Any:
-        block_hash = self._hash_of[block]
-        self._hash_of[block] = None
-        return block_hash
+    def take(self, count: int, request_id: str) -> list[int]:
+        index = dict(self._blocks_of)
+        blocks = super().take(count, request_id)
+        self._blocks_of = index
+        return blocks
 
 
 class KeepsStaleHashes(KVCacheManager):

@@ -195,3 +195,17 @@ def test_an_executor_may_answer_rows_in_another_order() -> None:
     frame = engine.schedule()
     engine.core.complete(frame, ModelRunnerOutput(["b", "a"], {"b": 0, "a": 1}, [[20], [10]]))
     assert (a.output_token_ids, b.output_token_ids) == ([10], [20])
+
+
+def test_a_step_in_flight_brings_nothing_to_a_later_request_with_the_same_id() -> None:
+    """x is aborted while its step is in flight, and another x arrives: the old step's token is nobody's."""
+    engine = Engine(engine_config(async_scheduling=True))
+    engine.add("x", 4, 5)
+    frame = engine.schedule()
+    output = engine.model_output(frame.plan)
+    engine.abort("x")
+    successor = engine.request("x", 4, 5)
+    engine.put(successor)
+    engine.core.complete(frame, output)
+    assert successor.output_token_ids == []
+    assert not successor.finished

@@ -525,3 +525,82 @@ def test_a_flag_of_vllm_that_is_none_of_ours_is_explained(capsys: pytest.Capture
     ]:
         assert run(["run", "chat", *CONSTANT, flag, "2"]) == 2
         assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["--async-scheduling", "--no-async-scheduling"])
+def test_drafts_that_are_always_right_are_all_accepted(
+    mode: str, jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is dropped behind the last token, and whatever ran in vain for a request that had ended."""
+    drafting = ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 3}']
+    row = {"request_id": "r", "arrival_s": 0, "prompt_tokens": 5, "output_tokens": 11}
+    arguments = ["run", jsonl(row), *CONSTANT, mode, *drafting, "--draft-acceptance-rate", "1", "--json"]
+    assert run(arguments) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["spec_decode_acceptance_rate"] == 100
+    assert summary["spec_decode_num_drafts"] * 3 == summary["spec_decode_draft_tokens"]
+
+
+def test_a_request_whose_drafter_can_never_have_its_slots_is_refused(
+    jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Admitted, it would preempt itself for ever; the other request is served."""
+    limits = "--block-size 2 --num-gpu-blocks-override 10 --max-model-len 19 --max-num-seqs 3"
+    limits += " --max-num-batched-tokens 4"
+    drafting = ["--speculative-config", '{"method": "eagle", "num_speculative_tokens": 6}']
+    two = [
+        {"request_id": "bad", "arrival_s": 0, "prompt_tokens": 12, "output_tokens": 7},
+        {"request_id": "good", "arrival_s": 0, "prompt_tokens": 4, "output_tokens": 3},
+    ]
+    assert (
+        run(
+            [
+                "run",
+                jsonl(*two),
+                *CONSTANT,
+                *limits.split(),
+                *drafting,
+                "--draft-acceptance-rate",
+                "0.7",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr()
+    assert json.loads(said.out)["servetwin"]["requests"] == {"length": 1, "refused": 1} | {
+        k: 0 for k in json.loads(said.out)["servetwin"]["requests"] if k not in ("length", "refused")
+    }
+    assert "bad: prompt of 12 and output of 7 tokens and 6 slots for the drafter need 10 blocks" in said.err
+
+
+UNORDERED = """
+from servetwin.sim.policy import FCFS
+
+class Unordered(FCFS):
+    def order_key(self, request, now):
+        return (None if request.request_id.endswith("1") else 1,)
+
+class Number(FCFS):
+    def order_key(self, request, now):
+        return request.arrival_ns
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"), [("Unordered", 1, "cannot be compared"), ("Number", 2, "not a tuple")]
+)
+def test_keys_that_are_no_keys_are_one_line(
+    name: str,
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "odd_policies.py").write_text(UNORDERED)
+    monkeypatch.chdir(tmp_path)
+    rate = ["--request-rate", "1000", "--max-num-seqs", "1"]
+    policy = ["--scheduling-policy", f"odd_policies:{name}"]
+    assert run(["run", "chat", "--num-prompts", "9", *rate, *CONSTANT, *policy]) == code
+    assert message in capsys.readouterr().err.splitlines()[-1]

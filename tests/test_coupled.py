@@ -80,11 +80,12 @@ def test_an_hour_of_silence_costs_nothing(coupled: Run) -> None:
 
 
 def test_a_step_ends_when_its_measured_time_is_over(coupled: Run) -> None:
-    """Tokens are dated start + prepare + device + host of the step that made them (float seconds of exact ns)."""
-    ends = (
-        coupled.steps.start_s + coupled.steps.prepare_s + coupled.steps.device_s + coupled.steps.host_s
-    ).round(9)
-    assert set(coupled.tokens.time_s.round(9)) <= set(ends)
+    """Tokens are dated by the end of the step that made them: when the device was done with it (no host time here)."""
+    steps = coupled.steps
+    assert set(coupled.tokens.time_s) <= set(steps.end_s)
+    ends = (steps.device_start_s + steps.device_s).round(9)
+    assert (ends <= steps.end_s.round(9)).all()
+    assert (steps.device_start_s.round(9) >= (steps.prepare_start_s + steps.prepare_s).round(9)).all()
 
 
 def test_requests_survive_preemption_and_everyone_is_accounted_for(coupled: Run) -> None:

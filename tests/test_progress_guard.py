@@ -35,7 +35,7 @@ def two_prompts(**config: object) -> Scenario:
 
 def test_requests_that_preempt_each_other_for_ever_are_named() -> None:
     """Priority ties without the full-sequence gate: 0.22.0 picks the first maximum, which is each one in turn."""
-    with pytest.raises(StalledError, match=r"livelock at step \d+: .*preempt each other for ever: r0, r1"):
+    with pytest.raises(StalledError, match=r"livelock at step \d+: .*preempted again and again: r0, r1"):
         list(decide(two_prompts(policy="priority", scheduler_reserve_full_isl=False)))
 
 

@@ -23,15 +23,20 @@ def policy_errors_told(policy: str) -> Iterator[None]:
         yield
     except Exception as e:
         module = sys.modules.get(policy.partition(":")[0]) if ":" in policy else None
-        places = [
-            f
-            for f in traceback.extract_tb(e.__traceback__)
-            if f.filename == getattr(module, "__file__", None)
-        ]
+        cause = e.__cause__ if isinstance(e.__cause__, StopIteration) else e
+        frames = traceback.extract_tb(cause.__traceback__)
+        places = [f for f in frames if f.filename == getattr(module, "__file__", None)]
+        if (
+            not places
+            and module is not None
+            and isinstance(e, TypeError)
+            and frames[-1].filename.endswith("request_queue.py")
+        ):
+            raise PolicyFailedError(f"keys of the scheduling policy {policy} cannot be compared: {e}") from e
         if not places:
             raise
         last = places[-1]
         raise PolicyFailedError(
-            f"the scheduling policy {policy} raised {type(e).__name__}: {e} ({last.filename}, line {last.lineno}, in "
-            f"{last.name}); servetwin.sim.testing.check_policy({policy!r}) tries it on small engines"
+            f"the scheduling policy {policy} raised {type(cause).__name__}: {cause} ({last.filename}, line "
+            f"{last.lineno}, in {last.name}); servetwin.sim.testing.check_policy({policy!r}) tries it on small engines"
         ) from e

@@ -208,8 +208,8 @@ class EngineFlags:
         _flag(
             SPECULATION,
             "Required with --speculative-config where no model verifies drafts: probability (0 to 1) that a draft is "
-            "right when all before it were. vLLM's log divides accepted by drafted tokens, which is less: with k drafts "
-            "at rate r it shows (r + ... + r^k) / k.",
+            "right when all before it were. vLLM's log divides accepted by drafted tokens, which is less: with k "
+            "drafts at rate r it shows (r + ... + r^k) / k.",
         ),
     ] = None
     vllm_compat: Annotated[
@@ -241,6 +241,7 @@ class EngineFlags:
         Parameter(
             group=MODEL,
             allow_leading_hyphen=True,
-            help='A `vllm serve` command line, e.g. "serve MODEL --max-num-seqs 64"; flags of our own win over it.',
+            help='A `vllm serve` command line, e.g. "serve MODEL --max-num-seqs 64"; flags of ours that differ from '
+            "their default win.",
         ),
     ] = None
