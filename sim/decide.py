@@ -35,16 +35,16 @@ def decide(scenario: Scenario, rules: Rules | None = None) -> Iterator[Line]:
 
     Raises ScenarioError for a request that can never run, or when nothing moves.
     """
-    yield from ScenarioLoop(scenario, rules or Rules.exact()).lines()
+    yield from ScenarioLoop(scenario, rules).lines()
 
 
 class ScenarioLoop:
     """The state of one scenario's iterations."""
 
-    def __init__(self, scenario: Scenario, rules: Rules) -> None:
+    def __init__(self, scenario: Scenario, rules: Rules | None = None) -> None:
         self.scenario = scenario
         self.by_clock = scenario.time_mode == "clock"
-        self.core = EngineCore(_engine_config(scenario, rules))
+        self.core = EngineCore(_engine_config(scenario, rules or Rules.exact()))
         self._guard = ProgressGuard()
         self.step = 0
         self.clock_ns = 0

@@ -186,8 +186,8 @@ SCHEDULING = (
         "the eviction of a duplicate hides the others",
         9,
         POOL,
-        "            if holders:\n",
-        "            if False:\n",
+        "        if holders:\n",
+        "        if False:\n",
         (
             "test_scheduler_rules.py::test_09_the_eviction_of_a_duplicate_exposes_the_next",
             "test_block_pool.py::test_the_oldest_duplicate_is_found[1-2]",
