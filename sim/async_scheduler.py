@@ -6,9 +6,6 @@ as placeholders, so that its next token can be scheduled; what they are only mat
 
 from __future__ import annotations
 
-from servetwin.sim.config import EngineConfig
-from servetwin.sim.kv_cache_manager import KVCacheManager
-from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.request import Request, RequestStatus
 from servetwin.sim.scheduler import Scheduler
 from servetwin.sim.step import Step
@@ -21,18 +18,6 @@ class AsyncScheduler(Scheduler):
     """Arguments as for `Scheduler`."""
 
     _counts_ahead = True
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        policy: SchedulingPolicy | None = None,
-        *,
-        kv: KVCacheManager | None = None,
-        plan_tokens: bool = True,
-        journal: bool = False,
-    ) -> None:
-        super().__init__(config, policy, kv=kv, plan_tokens=plan_tokens, journal=journal)
-        self._num_drafts = config.speculative.num_speculative_tokens if config.speculative else 0
 
     def _next_tokens(self, request: Request, budget: int) -> int:
         """No token for a request that the steps in flight will bring to its max_tokens."""
@@ -47,15 +32,15 @@ class AsyncScheduler(Scheduler):
         for request in step.rows():
             if not request.is_prefill_chunk:
                 request.num_output_placeholders += 1
-        if self._num_drafts:
-            self._expect_drafts(step)
+        if self.config.speculative is not None:
+            self._expect_drafts(step, self.config.speculative.num_speculative_tokens)
 
-    def _expect_drafts(self, step: Step) -> None:
+    def _expect_drafts(self, step: Step, num_drafts: int) -> None:
         """Every draft may become a token, and as many will follow it."""
         for request in step.rows():
             if not request.is_prefill_chunk:
                 request.num_output_placeholders += len(step.spec_tokens.get(request.request_id, ()))
-                request.spec_token_ids = [UNKNOWN_DRAFT] * self._num_drafts
+                request.spec_token_ids = [UNKNOWN_DRAFT] * num_drafts
 
     def _reject(self, request: Request, num_rejected: int) -> None:
         super()._reject(request, num_rejected)

@@ -160,10 +160,6 @@ class Request:
         """The hashes of at least the first `num_blocks` full blocks of known tokens."""
         return self._hashes.upto(num_blocks)
 
-    def append_output_token(self, token_id: int) -> None:
-        self.output_token_ids.append(token_id)
-        self.num_tokens += 1
-
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, prompt={self.num_prompt_tokens}, "
