@@ -44,6 +44,26 @@ def token_content(token_ids: Sequence[int]) -> bytes:
     return array("I", token_ids).tobytes()
 
 
+class TokenPrompt:
+    """A prompt given by its tokens."""
+
+    __slots__ = ("_content", "_ids", "num_tokens")
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._ids = token_ids
+        self._content = b""
+        self.num_tokens = len(token_ids)
+
+    def token_ids(self) -> list[int]:
+        return list(self._ids)
+
+    def content(self, start: int, stop: int) -> bytes:
+        if not self._content:
+            # All at once: block after block is asked for.
+            self._content = token_content(self._ids)
+        return self._content[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+
+
 def _salted_root(cache_salt: str) -> bytes:
     """Where the chains of all requests with this salt begin; its kind is part of it, so no other key can meet it."""
     return blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()

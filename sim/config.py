@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from servetwin.sim.rules import Rules
 
@@ -17,6 +17,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 
 ASSUMED_MAX_MODEL_LEN = 131_072
 ASSUMED_NUM_GPU_BLOCKS = 40_000
+DEFAULT_PROMPT_LOOKUP = 5
 NUM_RESERVED_BLOCKS = 1
 """Block 0 is the null block: never handed out, so a pool of N blocks serves N - 1."""
 
@@ -45,6 +46,8 @@ class CacheConfig(Config):
     num_gpu_blocks: Annotated[int, Field(ge=2)] = ASSUMED_NUM_GPU_BLOCKS
     """Blocks in the pool, the null block 0 included."""
     enable_prefix_caching: bool = True
+    zero_fresh_blocks: bool = False
+    """Have every block cleared before its first use."""
 
     @property
     def usable_blocks(self) -> int:
@@ -83,6 +86,27 @@ class SpeculativeConfig(Config):
     method: Literal["ngram", "eagle", "draft_model"]
     """Who drafts: a look-up in the request's own tokens, a draft head on the model, or a small model."""
     num_speculative_tokens: Annotated[int, Field(ge=1, le=1_000)]
+    prompt_lookup_max: Positive | None = None
+    """ngram: longest run of last tokens that is looked up (default: as prompt_lookup_min, else 5)."""
+    prompt_lookup_min: Positive | None = None
+    """ngram: shortest one (default: as prompt_lookup_max, else 5)."""
+
+    @property
+    def lookup_range(self) -> tuple[int, int]:
+        """(prompt_lookup_min, prompt_lookup_max) with vLLM's defaults."""
+        either = self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_PROMPT_LOOKUP
+        return self.prompt_lookup_min or either, self.prompt_lookup_max or either
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> Self:
+        lookup = {"prompt_lookup_min": self.prompt_lookup_min, "prompt_lookup_max": self.prompt_lookup_max}
+        given = [name for name, value in lookup.items() if value is not None]
+        if given and self.method != "ngram":
+            raise ValueError(f"{given[0]} goes with method ngram only, got method {self.method}")
+        shortest, longest = self.lookup_range
+        if shortest > longest:
+            raise ValueError(f"prompt_lookup_min {shortest} is above prompt_lookup_max {longest}")
+        return self
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -173,11 +197,17 @@ class ExecutorOptions(Config):
     block_size: Positive = 16
     num_gpu_blocks: Annotated[int, Field(ge=2)] | None = None
     kv_cache_memory_bytes: Positive | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Part of the device's memory that the engine may use, weights included."""
     max_model_len: Positive | None = None
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Positive = 2048
     step_time_s: Annotated[float, Field(gt=0)] | None = None
     """The constant executor's step time."""
+    speculative: SpeculativeConfig | None = None
+    """Who drafts, where the executor does (method ngram)."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
     seed: int = 0
 
 
@@ -200,3 +230,16 @@ class RunConfig(Config):
     """Simulated seconds."""
     assumed: tuple[str, ...] = ()
     """Settings that nobody gave and no model implied, in words."""
+
+
+def explain(error: ValidationError) -> str:
+    """The first problem of a validation error as one line: field, value, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(x) for x in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("value_error", "missing", "json_invalid"):
+        line = f"{place}: {message}" if place else message
+    else:
+        line = f"{place} {first['input']!r}: {message}"
+    more = error.error_count() - 1
+    return f"{line} (and {more} more)" if more else line

@@ -11,7 +11,8 @@ import dataclasses
 import math
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Literal, Protocol
 
 SAMPLING_EPS = 1e-5
 """A temperature below this is greedy (vLLM `_SAMPLING_EPS`)."""
@@ -19,49 +20,151 @@ MIN_TEMPERATURE = 1e-2
 """Smaller positive temperatures are raised to this one, with a warning (vLLM `_MAX_TEMP`)."""
 
 
+class RequestOutputKind(Enum):
+    """What each `RequestOutput` of a request holds (vLLM's names and values)."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What came since the last one."""
+    FINAL_ONLY = 2
+    """Everything, once, when the request has ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends. Ranges are vLLM's; others raise ValueError."""
+    """How the tokens of one request are chosen and when it ends. Ranges are vLLM's; others raise ValueError.
 
+    An argument that is not here raises TypeError with its name.
+    """
+
+    n: int = 1
+    """Outputs for one prompt; the front end makes a request of each."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that is among the outputs, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for every time it is among the outputs, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides (multiplies, below 0) the logit of every token of prompt and outputs; above 0, 1 is off."""
     temperature: float = 1.0
     """0 is greedy; larger is flatter."""
     top_p: float = 1.0
     """Smallest set of most likely tokens with at least this probability, in (0, 1]; 1 is off."""
     top_k: int = 0
     """Number of most likely tokens to draw from; 0 or -1 is off, above the vocabulary is all."""
+    min_p: float = 0.0
+    """Least probability of a token as a fraction of that of the most likely one, in [0, 1]; 0 is off."""
     seed: int | None = None
-    """Own random stream of this request; None draws from the engine's."""
-    max_tokens: int | None = 16
-    """Number of tokens to generate at most; None: as many as `max_model_len` allows."""
-    min_tokens: int = 0
-    """No end-of-sequence or stop token is produced before this many tokens."""
+    """Own random stream of this request; None: one that its id and the engine's seed name."""
+    stop: str | list[str] | None = None
+    """Strings that end the text; the front end looks for them, also across tokens."""
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     """Do not stop at the end-of-sequence token (stop_token_ids still stop)."""
+    max_tokens: int | None = 16
+    """Number of tokens to generate at most; None: as many as `max_model_len` allows."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is produced, and no stop string looked for, before this many tokens."""
+    logprobs: int | None = None
+    """Give the log probabilities of this many most likely tokens, and of the one taken, for every output; 0: of that
+    one only; -1: of the whole vocabulary. They are raw: of the logits before penalties, temperature and masks."""
+    detokenize: bool = True
+    """Make text of the tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these token ids, before everything else but `logprobs`."""
+    allowed_token_ids: list[int] | None = None
+    """No other token is produced."""
+    bad_words: list[str] = field(default_factory=list)
+    """Words that are not produced; the front end turns them into `bad_words_token_ids`."""
+    bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    """Ours (derived in vLLM): sequences of tokens whose last one is not produced behind the others."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number, 0 or more, got {self.temperature}")
+        self._settle()
+        self._check_lengths()
+        self._check_shape_of_distribution()
+        self._check_token_lists()
+
+    def _settle(self) -> None:
+        """Spellings that mean the same, and temperatures that would overflow."""
+        if not isinstance(self.stop, list):
+            object.__setattr__(self, "stop", [] if self.stop is None else [self.stop])
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(
                 f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}: smaller values overflow",
-                stacklevel=3,
+                stacklevel=4,
             )
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < -1:
-            raise ValueError(f"top_k must be 0 or -1 (off) or at least 1, got {self.top_k}")
+
+    def _check_lengths(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n must be 1 or more, got {self.n}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens must be 0 or more, got {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        if self.logprobs is not None and self.logprobs < -1:
+            raise ValueError(f"logprobs must be None, -1 (all) or 0 or more, got {self.logprobs}")
+
+    def _check_shape_of_distribution(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number, 0 or more, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k must be 0 or -1 (off) or at least 1, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+
+    def _check_token_lists(self) -> None:
+        if any(not text for text in self.stop_strings):
+            raise ValueError("stop must not hold an empty string")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError("stop strings are looked for in the text: they need detokenize")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must not be empty")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not math.isfinite(bias):
+                raise ValueError(f"logit_bias must hold finite numbers, got {bias} for token {token_id}")
+        if any(not words for words in self.bad_words) or any(not ids for ids in self.bad_words_token_ids):
+            raise ValueError("bad_words must not hold an empty word")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return self.stop if isinstance(self.stop, list) else []
 
     @property
     def greedy(self) -> bool:
         return self.temperature < SAMPLING_EPS
+
+
+@dataclass(slots=True)
+class EngineCoreRequest:
+    """A request on its way from the front end to the engine core."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    arrival_ns: int
+    """When the front end took it, on the clock of the engine's steps."""
+    priority: int = 0
+    """Lower is more urgent."""
+    cache_salt: str | None = None
+    """Shares KV blocks only with requests of the same salt."""
+    client_id: str | None = None
 
 
 @dataclass(slots=True)
@@ -118,7 +221,26 @@ class SchedulerOutput:
     """Requests that ended since the previous plan; the worker drops their state."""
     preempted_req_ids: set[str] | None = None
     new_block_ids_to_zero: list[int] | None = None
-    """Blocks to clear before use; only models with Mamba layers need it, so always None here."""
+    """Blocks to clear before this step, each once; None unless the engine zeroes fresh blocks (in vLLM: only for
+    models with Mamba layers)."""
+
+
+@dataclass(slots=True)
+class LogprobsLists:
+    """Log probabilities of one request's new tokens, one entry a token (vLLM's names; there, of a whole batch)."""
+
+    logprob_token_ids: list[list[int]] = field(default_factory=list)
+    """The token taken, then the most likely ones, likeliest first."""
+    logprobs: list[list[float]] = field(default_factory=list)
+    """Natural logarithms, in the order of `logprob_token_ids`."""
+    sampled_token_ranks: list[int] = field(default_factory=list)
+    """Rank of the token taken in the whole vocabulary, 1 = most likely."""
+
+    def first(self, count: int) -> LogprobsLists:
+        """Those of the first `count` tokens."""
+        return LogprobsLists(
+            self.logprob_token_ids[:count], self.logprobs[:count], self.sampled_token_ranks[:count]
+        )
 
 
 @dataclass(slots=True)
@@ -129,6 +251,37 @@ class ModelRunnerOutput:
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]]
     """Per request in `req_ids` order; [] for a prefill chunk that does not reach the last known token."""
+    logprobs: dict[str, LogprobsLists] | None = None
+    """Of the requests that asked for them and got tokens, as many entries as tokens."""
+
+
+@dataclass(slots=True)
+class EngineCoreEvent:
+    """Something that happened to a request inside the engine core."""
+
+    type: Literal["queued", "scheduled", "preempted"]
+    timestamp_ns: int
+    """On the clock of `EngineCoreRequest.arrival_ns`."""
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """What one request got out of one step."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: str | None = None
+    """"length", "stop", "abort", "error" when it ended with this step."""
+    stop_reason: int | None = None
+    """The stop token that ended it, if one did."""
+    logprobs: LogprobsLists | None = None
+    """As many entries as new tokens, where it asked for them."""
+    events: list[EngineCoreEvent] = field(default_factory=list)
+    """What happened to it since its last output."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache when it was first scheduled."""
+    error: str | None = None
+    """Why the engine could not serve it (finish_reason "error")."""
 
 
 @dataclass(slots=True)
@@ -175,7 +328,29 @@ def to_json(plan: SchedulerOutput) -> dict[str, Any]:
     data["finished_req_ids"] = sorted(plan.finished_req_ids)
     data["preempted_req_ids"] = None if plan.preempted_req_ids is None else sorted(plan.preempted_req_ids)
     data["scheduled_cached_reqs"]["resumed_req_ids"] = sorted(plan.scheduled_cached_reqs.resumed_req_ids)
+    for new in data["scheduled_new_reqs"]:
+        new["sampling_params"] = _sampling_params_to(new["sampling_params"])
     return data
+
+
+def _sampling_params_to(data: dict[str, Any]) -> dict[str, Any]:
+    """Keys of JSON objects are strings, and enumerations their values."""
+    bias = data["logit_bias"]
+    return data | {
+        "output_kind": data["output_kind"].value,
+        "logit_bias": None if bias is None else {str(token_id): value for token_id, value in bias.items()},
+    }
+
+
+def _sampling_params_from(data: dict[str, Any]) -> SamplingParams:
+    bias, kind = data.get("logit_bias"), data.get("output_kind", 0)
+    return SamplingParams(
+        **{
+            **data,
+            "output_kind": RequestOutputKind(kind),
+            "logit_bias": None if bias is None else {int(t): value for t, value in bias.items()},
+        }
+    )
 
 
 def from_json(data: dict[str, Any]) -> SchedulerOutput:
@@ -206,7 +381,7 @@ def _new_request_from(data: dict[str, Any]) -> NewRequestData:
     return NewRequestData(
         **{
             **data,
-            "sampling_params": SamplingParams(**data["sampling_params"]),
+            "sampling_params": _sampling_params_from(data["sampling_params"]),
             "block_ids": tuple(data["block_ids"]),
         }
     )

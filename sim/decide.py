@@ -13,16 +13,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from servetwin.sim.config import EngineConfig
+from servetwin.sim.block_hash import TokenPrompt
+from servetwin.sim.config import EngineConfig, explain
 from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput, SamplingParams, SchedulerOutput
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.progress_guard import ProgressGuard
 from servetwin.sim.records import Frame, ScheduleRecord
 from servetwin.sim.request import Request
 from servetwin.sim.rules import Rules
-from servetwin.sim.scenario import Scenario, ScenarioError, ScenarioRequest, explain, list_crc
+from servetwin.sim.scenario import Scenario, ScenarioError, ScenarioRequest, list_crc
 from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
-from servetwin.sim.token_source import TokenPrompt
 
 Line = dict[str, Any]
 

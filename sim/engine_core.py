@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from servetwin.sim.async_scheduler import AsyncScheduler
+from servetwin.sim.block_hash import TokenPrompt
 from servetwin.sim.config import EngineConfig
-from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput
+from servetwin.sim.contract import DraftTokenIds, EngineCoreRequest, ModelRunnerOutput
 from servetwin.sim.kv_cache_manager import KVCacheManager, cdiv
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame
@@ -39,6 +40,21 @@ class EngineCore:
         """Steps that may be in flight."""
         self.in_flight: deque[Frame] = deque()
         self._next_step = 0
+
+    def new_request(self, request: EngineCoreRequest) -> Request:
+        """A request as it came from the front end, in the form that is queued."""
+        return Request(
+            request.request_id,
+            TokenPrompt(request.prompt_token_ids),
+            request.sampling_params,
+            block_size=self.config.cache.block_size,
+            max_model_len=self.config.model.max_model_len,
+            arrival_ns=request.arrival_ns,
+            priority=request.priority,
+            eos_token_id=self.config.model.eos_token_id,
+            cache_salt=request.cache_salt,
+            client_id=request.client_id,
+        )
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could never run to its end, in words; None when it can.

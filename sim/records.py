@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from servetwin.sim.contract import SchedulerOutput
+from servetwin.sim.contract import EngineCoreOutput, SchedulerOutput
 
 
 class WaitReason(StrEnum):
@@ -127,18 +127,6 @@ class Frame:
     record: ScheduleRecord
     gone: set[str] = field(default_factory=set)
     """Requests of the plan that ended while it was in flight."""
-
-
-@dataclass(slots=True)
-class EngineCoreOutput:
-    """What one request got out of one step."""
-
-    request_id: str
-    new_token_ids: list[int]
-    finish_reason: str | None = None
-    """"length", "stop", "abort", ... when it ended with this step."""
-    stop_reason: int | None = None
-    """The stop token that ended it, if one did."""
 
 
 class Finish(NamedTuple):

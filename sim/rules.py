@@ -70,12 +70,26 @@ class Rules(BaseModel):
         """0.22.0 with every correction on."""
         return cls().model_copy(update=dict.fromkeys(CORRECTIONS, True))
 
+    @classmethod
+    def named(cls, text: str) -> Rules:
+        """What `--vllm-compat TEXT` stands for. Raises ValueError with what is allowed."""
+        release, _, mode = text.partition(":")
+        if text in ("exact", "safe"):
+            release, mode = RELEASES[0], text
+        if release not in RELEASES or mode not in ("", "exact", "safe"):
+            raise ValueError(
+                f"{text!r} is not known; allowed: exact, safe, 0.22, 0.22:exact, 0.22:safe "
+                "(0.22.0 is the only release whose rules are here)"
+            )
+        return cls.safe() if mode == "safe" else cls.exact()
+
     @property
     def corrections(self) -> tuple[str, ...]:
         """The names of the corrections that are on."""
         return tuple(name for name in CORRECTIONS if getattr(self, name))
 
 
+RELEASES = ("0.22", "0.22.0")
 CORRECTIONS = (
     "forget_uncomputed_blocks",
     "keep_cursor",

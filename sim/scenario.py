@@ -21,6 +21,7 @@ from servetwin.sim.config import (
     Positive,
     SchedulerConfig,
     SpeculativeConfig,
+    explain,
 )
 from servetwin.sim.rules import Rules
 from servetwin.workloads.spec import MAX_TOKEN_ID
@@ -261,16 +262,3 @@ def read_scenario(path: Path) -> Scenario:
         return Scenario.model_validate_json(text)
     except ValidationError as e:
         raise ScenarioError(f"{path}: {explain(e)}") from e
-
-
-def explain(error: ValidationError) -> str:
-    """The first problem of a validation error as one line: field, value, what is allowed."""
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(x) for x in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] in ("value_error", "missing", "json_invalid"):
-        line = f"{place}: {message}" if place else message
-    else:
-        line = f"{place} {first['input']!r}: {message}"
-    more = error.error_count() - 1
-    return f"{line} (and {more} more)" if more else line

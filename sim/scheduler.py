@@ -76,7 +76,11 @@ class Scheduler:
         self.finished_req_ids: set[str] = set()
         """Requests that ended since the last plan: the next one tells the worker."""
         self._prev_step_ids: frozenset[str] = frozenset()
-        self._plans = PlanWriter(plan_tokens, config.scheduler.use_v2_model_runner)
+        self._plans = PlanWriter(
+            plan_tokens,
+            config.scheduler.use_v2_model_runner,
+            config.cache.block_size if config.cache.zero_fresh_blocks else None,
+        )
         self._asks_policy = not inherits(self.policy, "may_admit")
         self._on_queued = getattr(self.policy, "on_queued", None)
         self._on_scheduled = getattr(self.policy, "on_scheduled", None)

@@ -77,10 +77,12 @@ class PlanWriter:
     """Turns a finished step into the plan that a worker gets.
 
     `plan_tokens`: put token ids in. `v2_model_runner`: resumed requests are reported as new ones.
+    `zero_blocks_of`: name the blocks to clear, of so many tokens each (None: none are to be cleared).
     """
 
     plan_tokens: bool
     v2_model_runner: bool
+    zero_blocks_of: int | None = None
 
     def plan(
         self,
@@ -104,7 +106,19 @@ class PlanWriter:
             num_common_prefix_blocks=[num_common_prefix_blocks],
             finished_req_ids=finished_req_ids,
             preempted_req_ids={p.request_id for p in step.record.preempted},
+            new_block_ids_to_zero=self._fresh_blocks(step, self.zero_blocks_of)
+            if self.zero_blocks_of
+            else None,
         )
+
+    def _fresh_blocks(self, step: Step, block_size: int) -> list[int]:
+        """The blocks that this step took from the pool; the hits in front of an admitted table are not among them."""
+        hit_blocks = {r.request_id: r.num_computed_tokens // block_size for r in step.admitted()}
+        return [
+            block
+            for request_id, (blocks,) in step.new_blocks.items()
+            for block in blocks[hit_blocks.get(request_id, 0) :]
+        ]
 
     def _new(self, request: Request, step: Step, was_preempted: bool) -> NewRequestData:
         known = self.v2_model_runner and self.plan_tokens

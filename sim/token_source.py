@@ -6,13 +6,12 @@ block size); else unique to the request. Output ids: from the trace; else a hash
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.sim.block_hash import NOT_TOKENS, TOKEN_BYTES, Prompt, token_content
+from servetwin.sim.block_hash import NOT_TOKENS, Prompt, TokenPrompt
 from servetwin.workloads.spec import RequestSpec
 
 _U64 = np.uint64
@@ -38,26 +37,6 @@ def _run_of_tokens(key: int, start: int, stop: int, vocab_size: int) -> list[int
 def _key(kind: str, seed: int, name: object) -> int:
     text = f"{kind}|{seed}|{name}".encode()
     return crc32(text) << 32 | crc32(text[::-1])
-
-
-class TokenPrompt:
-    """A prompt given by its tokens."""
-
-    __slots__ = ("_content", "_ids", "num_tokens")
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._ids = token_ids
-        self._content = b""
-        self.num_tokens = len(token_ids)
-
-    def token_ids(self) -> list[int]:
-        return list(self._ids)
-
-    def content(self, start: int, stop: int) -> bytes:
-        if not self._content:
-            # All at once: block after block is asked for.
-            self._content = token_content(self._ids)
-        return self._content[start * TOKEN_BYTES : stop * TOKEN_BYTES]
 
 
 class LengthPrompt:

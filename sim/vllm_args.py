@@ -23,8 +23,6 @@ _SIZE_THE_POOL = (
     "--kv-cache-memory-bytes", "--enforce-eager", "--cpu-offload-gb",
 )  # fmt: skip
 """What the number of KV blocks depends on."""
-LONG_PREFILL_FRACTION = 0.04
-"""Of max_model_len: vLLM's long_prefill_token_threshold once several partial prefills are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +89,6 @@ def partial_prefill_note(flags: tuple[str, ...]) -> str:
         "--max-num-partial-prefills only sets a long_prefill_token_threshold of 0 to 4 % of max_model_len, "
         "and --max-long-partial-prefills is read by nothing"
     )
-
-
-def resolve_long_prefill_token_threshold(
-    threshold_tokens: int, max_num_partial_prefills: int, max_model_len: int
-) -> int:
-    """The threshold that vLLM 0.22.0 schedules with, in tokens."""
-    if max_num_partial_prefills > 1 and threshold_tokens == 0:
-        return int(max_model_len * LONG_PREFILL_FRACTION)
-    return threshold_tokens
 
 
 def _number(value: Any) -> int:

@@ -27,13 +27,13 @@ from servetwin.executor.testing import (
     tiny_model,
     torch_threads,
 )
+from servetwin.sim.block_hash import TokenPrompt
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from servetwin.sim.contract import ModelRunnerOutput, SamplingParams
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.records import Frame
 from servetwin.sim.request import Request
 from servetwin.sim.rules import Rules
-from servetwin.sim.token_source import TokenPrompt
 
 MAX_MODEL_LEN = 32
 TOLERANCE = 1e-4

@@ -12,12 +12,12 @@ from servetwin.executor.kv_ledger import UnwrittenKVError
 from servetwin.executor.model_loader import describe_model
 from servetwin.executor.model_runner import ModelRunner
 from servetwin.executor.testing import PlanWriter, tiny_model, torch_threads
+from servetwin.sim.block_hash import TokenPrompt
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from servetwin.sim.contract import SamplingParams
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.request import Request
 from servetwin.sim.rules import Rules
-from servetwin.sim.token_source import TokenPrompt
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 20

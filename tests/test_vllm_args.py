@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.vllm_merge import merge, with_vllm_args
+from servetwin.sim.engine_options import resolve_long_prefill_token_threshold
 from servetwin.sim.human_readable import human_readable_int
 from servetwin.sim.vllm_args import (
     VllmArgs,
     VllmArgsError,
     parse_vllm_args,
-    resolve_long_prefill_token_threshold,
 )
 from servetwin.sim.vllm_flags import FLAGS, SHORT, Takes, spelled
 

@@ -130,6 +130,10 @@ class EngineFlags:
         Literal["auto", "float32", "bfloat16"],
         _flag(MODEL, "Data type of weights, activations and KV cache."),
     ] = "auto"
+    compile: Annotated[
+        bool,
+        _switch(MODEL, "Compile the model with torch.compile before the first step; executor torch only."),
+    ] = False
     max_model_len: Annotated[
         int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")
     ] = None
@@ -144,7 +148,18 @@ class EngineFlags:
     kv_cache_memory_bytes: Annotated[
         int | None, _int(CACHE, "Memory of the KV cache in bytes; executor torch only.")
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _flag(
+            CACHE,
+            "Part of the device's memory (0 to 1) that the engine may use, weights and activations included; executor "
+            "torch only (default: 0.92 of a GPU; on a CPU half of what is free, at most 4 GiB for the cache).",
+        ),
+    ] = None
     enable_prefix_caching: Annotated[bool, _flag(CACHE, "Reuse KV blocks of equal prompt prefixes.")] = True
+    zero_fresh_blocks: Annotated[
+        bool, _switch(CACHE, "Clear every KV block before its first use; executor torch only.")
+    ] = False
     max_num_seqs: Annotated[
         int | None,
         _int(SCHEDULER, "Requests that may run at once (default: 256, at most max_num_batched_tokens)."),

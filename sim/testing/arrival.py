@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from zlib import crc32
 
+from servetwin.sim.block_hash import TokenPrompt
 from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import SamplingParams
 from servetwin.sim.request import Request
-from servetwin.sim.token_source import TokenPrompt
 
 EOS_TOKEN_ID = 0
 """No other token has this id."""
