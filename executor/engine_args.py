@@ -7,7 +7,6 @@ from pathlib import Path
 
 from servetwin.sim.config import EngineConfig, ExecutorOptions, ModelConfig, SpeculativeConfig
 from servetwin.sim.engine_options import (
-    OFFLINE_MAX_NUM_BATCHED_TOKENS,
     EngineOptions,
     read_speculative_config,
     resolve_async_scheduling,
@@ -44,18 +43,10 @@ class EngineArgs(EngineOptions):
 
     def for_executor(self) -> ExecutorOptions:
         """What the executor is built from. Raises ValueError."""
-        return self.executor_options(
-            speculative=self.speculative(), default_tokens=OFFLINE_MAX_NUM_BATCHED_TOKENS
-        )
+        return self.executor_options(speculative=self.speculative())
 
     def for_engine(self, model: ModelConfig, num_gpu_blocks: int) -> EngineConfig:
         """The engine's configuration, once model and memory are known. Raises ValueError."""
         speculative = self.speculative()
         asynchronous = resolve_async_scheduling(self.async_scheduling, why_synchronous(speculative))
-        return self.engine_config(
-            model,
-            num_gpu_blocks,
-            speculative,
-            asynchronous=asynchronous,
-            default_tokens=OFFLINE_MAX_NUM_BATCHED_TOKENS,
-        )
+        return self.engine_config(model, num_gpu_blocks, speculative, asynchronous=asynchronous)

@@ -224,6 +224,10 @@ class RunConfig(Config):
     top_k: int = 0
     top_p: float = 1.0
     num_prompts: Positive | None = None
+    live: bool = False
+    """On the wall clock, not in simulated time."""
+    max_concurrency: Positive | None = None
+    """Live: requests in flight at most."""
     draft_acceptance_rate: float | None = None
     """Probability that a draft is right, where no model verifies drafts."""
     reset_prefix_cache_at: tuple[float, ...] = ()

@@ -165,6 +165,8 @@ class EngineCoreRequest:
     cache_salt: str | None = None
     """Shares KV blocks only with requests of the same salt."""
     client_id: str | None = None
+    predicted_output_tokens: int | None = None
+    """For policies that go by length."""
 
 
 @dataclass(slots=True)

@@ -54,6 +54,7 @@ class EngineCore:
             eos_token_id=self.config.model.eos_token_id,
             cache_salt=request.cache_salt,
             client_id=request.client_id,
+            predicted_output_tokens=request.predicted_output_tokens,
         )
 
     def refusal(self, request: Request) -> str | None:

@@ -78,6 +78,8 @@ class EngineOptions:
     load_format: Literal["auto", "dummy"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
+    usage_context: Literal["server", "llm_class"] = "server"
+    """Whose defaults apply: those of `vllm serve`, or those of vLLM's class LLM."""
     max_model_len: int | None = None
     block_size: int = 16
     num_gpu_blocks_override: int | None = None
@@ -117,15 +119,14 @@ class EngineOptions:
         except ValueError as e:
             raise ValueError(f"vllm_compat {e}") from e
 
-    def limits(
-        self, max_model_len: int, default_tokens: int = SERVER_MAX_NUM_BATCHED_TOKENS
-    ) -> tuple[int, int]:
+    def limits(self, max_model_len: int) -> tuple[int, int]:
         """(max_num_seqs, max_num_batched_tokens), with vLLM's defaults where they were not given."""
         factor = 2 if self.performance_mode == "throughput" else 1
         tokens = self.max_num_batched_tokens
         if tokens is None:
             # Without chunked prefill a step must hold the longest prompt.
-            tokens = default_tokens * factor
+            offline = self.usage_context == "llm_class"
+            tokens = (OFFLINE_MAX_NUM_BATCHED_TOKENS if offline else SERVER_MAX_NUM_BATCHED_TOKENS) * factor
             if not self.enable_chunked_prefill:
                 tokens = max(tokens, max_model_len)
         seqs = self.max_num_seqs
@@ -134,14 +135,10 @@ class EngineOptions:
         return seqs, tokens
 
     def executor_options(
-        self,
-        *,
-        step_time_s: float | None = None,
-        speculative: SpeculativeConfig | None = None,
-        default_tokens: int = SERVER_MAX_NUM_BATCHED_TOKENS,
+        self, *, step_time_s: float | None = None, speculative: SpeculativeConfig | None = None
     ) -> ExecutorOptions:
         """What an executor is built from. Raises pydantic's ValidationError."""
-        num_seqs, num_batched_tokens = self.limits(self.max_model_len or 0, default_tokens)
+        num_seqs, num_batched_tokens = self.limits(self.max_model_len or 0)
         return ExecutorOptions(
             model=None if self.model is None else Path(self.model),
             load_format=self.load_format,
@@ -166,10 +163,9 @@ class EngineOptions:
         speculative: SpeculativeConfig | None,
         *,
         asynchronous: bool,
-        default_tokens: int = SERVER_MAX_NUM_BATCHED_TOKENS,
     ) -> EngineConfig:
         """The engine, once its model and its memory are known. Raises ValueError."""
-        num_seqs, num_batched_tokens = self.limits(model.max_model_len, default_tokens)
+        num_seqs, num_batched_tokens = self.limits(model.max_model_len)
         return EngineConfig(
             model=model,
             cache=CacheConfig(

@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import simpy
 
@@ -20,20 +20,13 @@ from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import HostModel, LinearHostModel
 from servetwin.sim.progress_guard import ProgressGuard, StalledError
-from servetwin.sim.records import EngineCoreOutputs, Frame, WaitReason
+from servetwin.sim.records import Frame, StepObserver, WaitReason
 from servetwin.sim.request import Request
 from servetwin.sim.step_check import check_result
 from servetwin.sim.timeline import StepTimes, Timeline
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import ns_to_seconds, seconds_to_ns
 from servetwin.workloads.spec import RequestSpec, Workload
-
-
-class StepObserver(Protocol):
-    """Called after every step: progress, checks, recording of plans."""
-
-    def __call__(self, frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None: ...
-
 
 SamplingOf = Callable[[RequestSpec], SamplingParams]
 

@@ -45,6 +45,8 @@ EXTRA_OF = {
     "transformers": "executor",
     "safetensors": "executor",
     "tokenizers": "executor",
+    "msgspec": "executor",
+    "zmq": "executor",
     "glassllm": "models",
     "streamlit": "dashboard",
     "plotly": "dashboard",

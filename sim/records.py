@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from servetwin.sim.contract import EngineCoreOutput, SchedulerOutput
+from servetwin.sim.contract import EngineCoreOutput, SchedulerOutput, StepResult
 
 
 class WaitReason(StrEnum):
@@ -160,3 +160,9 @@ class EngineCoreOutputs:
             EngineCoreOutput(request_id, tokens, *self.finished.get(request_id, going_on))
             for request_id, tokens in self.new_token_ids.items()
         ]
+
+
+class StepObserver(Protocol):
+    """Called after every step: progress, checks, recording of plans."""
+
+    def __call__(self, frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None: ...

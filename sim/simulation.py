@@ -10,10 +10,11 @@ import simpy
 from servetwin.sim.config import RunConfig
 from servetwin.sim.contract import SamplingParams, StepTimer
 from servetwin.sim.engine_core import EngineCore
-from servetwin.sim.engine_process import EngineProcess, StepObserver
+from servetwin.sim.engine_process import EngineProcess
 from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import HostModel
 from servetwin.sim.policy import SchedulingPolicy
+from servetwin.sim.records import StepObserver
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import RequestSpec, Workload
 

@@ -25,11 +25,10 @@ from servetwin.sim.contract import (
     StepTimer,
 )
 from servetwin.sim.engine_core import EngineCore
-from servetwin.sim.engine_process import StepObserver
 from servetwin.sim.events import EventLog, MemorySink, Sink
 from servetwin.sim.host_model import HostModel
 from servetwin.sim.policy import SchedulingPolicy
-from servetwin.sim.records import EngineCoreOutputs, Frame
+from servetwin.sim.records import EngineCoreOutputs, Frame, StepObserver
 from servetwin.sim.request import Request
 from servetwin.sim.rules import Rules
 from servetwin.sim.simulation import simulate

@@ -29,6 +29,7 @@ from servetwin.sim.engine_options import (
     resolve_async_scheduling,
     why_synchronous,
 )
+from servetwin.sim.live_server import LiveServer
 from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.plugins import PluginError, load
 from servetwin.sim.policy import load_policy
@@ -46,12 +47,15 @@ class Engine:
     """An engine ready to serve."""
 
     config: EngineConfig
-    timer: StepTimer
+    timer: StepTimer | None
+    """Runs the steps of a simulation; None for an engine on the wall clock."""
     tokens: TokenSource
     runs_a_model: bool
-    """The timer needs token ids and produces them itself."""
+    """It needs token ids and produces them itself."""
     assumed: tuple[str, ...] = ()
     described: dict[str, Any] = field(default_factory=dict)
+    server: LiveServer | None = None
+    """Serves on the wall clock."""
     close: Callable[[], None] = lambda: None
 
 
@@ -68,9 +72,34 @@ def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, s
         raise UsageError(explain(e)) from e
 
 
+def build_live_engine(flags: EngineFlags, seed: int) -> Engine:
+    """The engine that the flags name, in a child process and on the wall clock. Raises UsageError as above."""
+    drafting = _drafting(flags)
+    load_policy(flags.scheduling_policy)
+    rules_of(flags.vllm_compat)
+    _check_drafting("torch", drafting, flags.draft_acceptance_rate)
+    _check_torch_flags(flags, None)
+    options = engine_options(flags, seed)
+    _asynchronous(options, drafting)
+    say(f"loading {flags.model} in a child process")
+    try:
+        server: LiveServer = load("servetwin.live", "torch")(options)
+    except ValidationError as e:
+        raise UsageError(explain(e)) from e
+    return Engine(
+        config=server.config,
+        timer=None,
+        server=server,
+        tokens=TokenSource(server.config.model.vocab_size, seed),
+        runs_a_model=True,
+        described=dict(server.described),
+        close=server.close,
+    )
+
+
 def engine_options(flags: EngineFlags, seed: int) -> EngineOptions:
     """The flags as engine options: fields of one name mean one thing."""
-    names = [f.name for f in fields(EngineOptions) if f.name != "seed"]
+    names = [f.name for f in fields(EngineOptions) if f.name not in ("seed", "usage_context")]
     return EngineOptions(seed=seed, **{name: getattr(flags, name) for name in names})
 
 

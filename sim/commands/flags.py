@@ -52,6 +52,14 @@ class RunFlags:
             "module:attribute: your own, called with ExecutorOptions (the current folder is searched, too).",
         ),
     ] = None
+    live: Annotated[
+        bool,
+        _switch(
+            RUN,
+            "Serve on the wall clock instead of in simulated time: requests are sent at their own times to an engine "
+            "in a child process (executor torch). An hour of trace takes an hour.",
+        ),
+    ] = False
     step_time_s: Annotated[
         float | None, _flag(RUN, "Seconds that every step takes; executor constant only, above 0.")
     ] = None
@@ -92,6 +100,13 @@ class LoadFlags:
     ] = None
     request_rate: Annotated[
         float | None, _flag(LOAD, "Requests/s of a preset instead of its own; traces keep theirs.")
+    ] = None
+    max_concurrency: Annotated[
+        int | None,
+        _int(
+            LOAD,
+            "With --live: at most so many requests in flight; one that is due then is sent when another has ended.",
+        ),
     ] = None
     ignore_eos: Annotated[
         bool, _flag(LOAD, "Generate exactly output_tokens tokens; a request's own ignore_eos wins.")

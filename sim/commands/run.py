@@ -24,10 +24,10 @@ def run(
     engine: EngineFlags = ENGINE,
     sampling: SamplingFlags = SAMPLING,
 ) -> int:
-    """Serve a workload in simulated time.
+    """Serve a workload in simulated time (or on the wall clock: --live).
 
-    Requests arrive, the scheduler (vLLM 0.22.0 V1, synchronous) decides, the executor runs what it decided, and the
-    time that took moves the simulated clock; idle time is skipped. Results go to stdout, progress to stderr.
+    Requests arrive, the scheduler (vLLM 0.22.0 V1) decides, the executor runs what it decided, and the time that took
+    moves the simulated clock; idle time is skipped. Results go to stdout, progress to stderr.
     """
     from servetwin.sim.commands.running import RunRequest, carry_out
 

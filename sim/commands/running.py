@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import orjson
 from rich.console import Console
 
-from servetwin.sim.commands.engine import Engine, build_engine
+from servetwin.sim.commands.engine import Engine, build_engine, build_live_engine
 from servetwin.sim.commands.errors import UsageError, policy_errors_told
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.interrupt import StopRequest
@@ -28,7 +29,7 @@ from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.metrics import summarize
 from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.runs import RunWriter, check_room, read_run
-from servetwin.sim.simulation import simulate
+from servetwin.sim.simulation import sampling_of, simulate
 from servetwin.sim.tables import Tables
 from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads import PRESETS, ListWorkload, RequestSpec, open_workload
@@ -54,7 +55,7 @@ class RunRequest:
         """The same with what --vllm-args says, which is told where it has no effect. Raises UsageError."""
         if self.engine.vllm_args is None:
             return self
-        runs_a_model = self.flags.executor != "constant"
+        runs_a_model = self.flags.live or self.flags.executor != "constant"
         engine, notes = with_vllm_args(self.engine, self.engine.vllm_args, runs_a_model=runs_a_model)
         for note in notes:
             say(note)
@@ -68,7 +69,8 @@ class RunRequest:
         for time_s in flags.reset_prefix_cache_at:
             if not 0 <= time_s < MAX_TIME_S:
                 raise UsageError(f"--reset-prefix-cache-at {time_s} must be seconds, 0 or more")
-        if flags.executor is None:
+        self._check_clock()
+        if flags.executor is None and not flags.live:
             raise UsageError(
                 "--executor is missing: torch (with --model), constant (with --step-time-s), or module:attribute"
             )
@@ -81,6 +83,21 @@ class RunRequest:
             raise UsageError(
                 "--save-tokens, --save-plans and --overwrite need --out: there is no folder to write to"
             )
+
+    def _check_clock(self) -> None:
+        flags, concurrency = self.flags, self.load.max_concurrency
+        if concurrency is not None and concurrency < 1:
+            raise UsageError(f"--max-concurrency {concurrency} must be 1 or more")
+        if not flags.live:
+            if concurrency is not None:
+                raise UsageError(
+                    "--max-concurrency goes with --live only: a simulated client sends at arrival_s"
+                )
+            return
+        if flags.executor not in (None, "torch"):
+            raise UsageError(f"--live goes with --executor torch only, got {flags.executor}")
+        if flags.reset_prefix_cache_at:
+            raise UsageError("--reset-prefix-cache-at goes with simulated time only, not with --live")
 
     def _check_load(self) -> None:
         num_prompts, rate = self.load.num_prompts, self.load.request_rate
@@ -104,7 +121,12 @@ def carry_out(request: RunRequest) -> int:
     request.check()
     flags, load = request.flags, request.load
     workload = open_workload(request.workload, load.num_prompts, load.request_rate, flags.seed)
-    engine = build_engine(request.engine, str(flags.executor), flags.step_time_s, flags.seed)
+    if flags.live:
+        if flags.step_time_s is not None:
+            raise UsageError("--step-time-s has no effect with --live, which measures its steps")
+        engine = build_live_engine(request.engine, flags.seed)
+    else:
+        engine = build_engine(request.engine, str(flags.executor), flags.step_time_s, flags.seed)
     try:
         _announce(workload, engine)
         summary = _serve(request, workload, engine)
@@ -113,7 +135,7 @@ def carry_out(request: RunRequest) -> int:
     if flags.json:
         print_json(summary)
     elif not request.quiet:
-        show(summary)
+        show(summary, live=flags.live)
         if flags.out is not None:
             Console().print(f"run folder   {flags.out}", soft_wrap=True)
             Console().print(f"dashboard    {command_name()} dash {flags.out}", soft_wrap=True)
@@ -174,10 +196,10 @@ def _engine_line(config: EngineConfig) -> str:
     )
 
 
-def show(summary: dict[str, Any]) -> None:
+def show(summary: dict[str, Any], *, live: bool = False) -> None:
     """The results on stdout."""
     console = results_console()
-    for item in results(summary):
+    for item in results(summary, "wall clock" if live else "simulated"):
         console.print(item)
 
 
@@ -185,7 +207,8 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
     flags, config = request.flags, _run_config(request, engine)
     log_blocks = len(workload) < LOG_BLOCKS_BELOW_REQUESTS if flags.log_blocks is None else flags.log_blocks
     recorder = _Recorder(request, config, workload, engine)
-    with StopRequest() as stop, recorder.ending(), RunProgress(len(workload)) as progress:
+    progress = RunProgress(len(workload), "of wall clock" if flags.live else "simulated")
+    with StopRequest() as stop, recorder.ending(), progress:
         log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=flags.save_tokens)
 
         def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
@@ -194,19 +217,35 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
             stop.raise_if_asked()
 
         with policy_errors_told(config.engine.scheduler.policy):
-            end_ns = simulate(
-                config,
-                workload,
-                engine.timer,
-                log,
-                tokens=engine.tokens,
-                plan_tokens=engine.runs_a_model or flags.save_plans,
-                log_blocks=log_blocks,
-                on_request=recorder.request,
-                on_step=on_step,
-                vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
-                cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
-            )
+            if engine.server is not None:
+                served = engine.server.serve(
+                    workload,
+                    log,
+                    tokens=engine.tokens,
+                    sampling=sampling_of(config),
+                    log_blocks=log_blocks,
+                    on_request=recorder.request,
+                    on_step=on_step,
+                    on_tick=stop.raise_if_asked,
+                    max_concurrency=config.max_concurrency,
+                )
+                recorder.sent(served.send_delays_ns)
+                end_ns = served.end_ns
+            else:
+                assert engine.timer is not None, "an engine simulates or serves"
+                end_ns = simulate(
+                    config,
+                    workload,
+                    engine.timer,
+                    log,
+                    tokens=engine.tokens,
+                    plan_tokens=engine.runs_a_model or flags.save_plans,
+                    log_blocks=log_blocks,
+                    on_request=recorder.request,
+                    on_step=on_step,
+                    vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
+                    cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
+                )
         progress.done(end_ns)
     return recorder.summary
 
@@ -232,7 +271,9 @@ def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
     flags, load, sampling = request.flags, request.load, request.sampling
     return RunConfig(
         engine=engine.config,
-        executor=str(flags.executor),
+        executor="torch" if flags.live else str(flags.executor),
+        live=flags.live,
+        max_concurrency=load.max_concurrency,
         seed=flags.seed,
         ignore_eos=load.ignore_eos,
         step_time_s=flags.step_time_s,
@@ -298,6 +339,15 @@ class _Recorder:
         """A plan that was run."""
         if self._save_plans and self.writer is not None:
             self.writer.plans().write(to_json(frame.plan))
+
+    def sent(self, delays_ns: Sequence[int]) -> None:
+        """How much later than due the requests of a live run were sent."""
+        if not delays_ns:
+            return
+        p50, p99, most = (float(x) / 1e6 for x in np.percentile(delays_ns, (50, 99, 100)))
+        say(f"sent later than due: {p50:.2f} ms at the median, {p99:.2f} ms at p99, {most:.2f} ms at most")
+        if self.writer is not None:
+            self.writer.add_to_header(send_delay_ms={"p50": p50, "p99": p99, "max": most})
 
     @contextmanager
     def ending(self) -> Iterator[None]:

@@ -41,9 +41,9 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 class RunProgress:
-    """A progress bar of ended requests; simulated time and steps beside it."""
+    """A progress bar of ended requests; steps and time on the run's own clock beside it."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, clock: str = "simulated") -> None:
         self._total = total
         self._steps = 0
         fixed = Column(no_wrap=True)
@@ -52,11 +52,11 @@ class RunProgress:
             BarColumn(bar_width=None, table_column=Column(ratio=1)),
             TextColumn("{task.completed:.0f}/{task.total:.0f} requests", table_column=fixed),
             TextColumn("{task.fields[steps]} steps", table_column=fixed),
-            TextColumn("{task.fields[simulated_s]:.1f} s simulated in", table_column=fixed),
+            TextColumn(f"{{task.fields[run_s]:.1f}} s {clock} in", table_column=fixed),
             TimeElapsedColumn(table_column=fixed),
             console=Console(stderr=True),
         )
-        self._task = self._progress.add_task("", total=total, steps=0, simulated_s=0.0)
+        self._task = self._progress.add_task("", total=total, steps=0, run_s=0.0)
 
     def __enter__(self) -> RunProgress:
         self._progress.start()
@@ -68,13 +68,11 @@ class RunProgress:
     def step(self, num_ended: int, now_ns: int) -> None:
         """One step more, in which `num_ended` requests finished, at simulated time `now_ns`."""
         self._steps += 1
-        self._progress.update(
-            self._task, advance=num_ended, steps=self._steps, simulated_s=ns_to_seconds(now_ns)
-        )
+        self._progress.update(self._task, advance=num_ended, steps=self._steps, run_s=ns_to_seconds(now_ns))
 
     def done(self, now_ns: int) -> None:
         """Everything is served (refused and aborted requests included)."""
-        self._progress.update(self._task, completed=self._total, simulated_s=ns_to_seconds(now_ns))
+        self._progress.update(self._task, completed=self._total, run_s=ns_to_seconds(now_ns))
 
 
 def results_console() -> Console:
@@ -82,9 +80,9 @@ def results_console() -> Console:
     return Console(width=max(Console().width, 80))
 
 
-def results(summary: Mapping[str, Any]) -> list[RenderableType]:
-    """The figures of a run: latencies with their formulas, then load and cache."""
-    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary)]
+def results(summary: Mapping[str, Any], clock: str = "simulated") -> list[RenderableType]:
+    """The figures of a run: latencies with their formulas, then load and cache; `clock`: whose duration it is."""
+    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary, clock)]
 
 
 def _formulas(summary: Mapping[str, Any]) -> Text:
@@ -108,14 +106,14 @@ def _latency_table(summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def _figures_table(summary: Mapping[str, Any]) -> Table:
+def _figures_table(summary: Mapping[str, Any], clock: str) -> Table:
     own = summary["servetwin"]
     table = Table(title="Load and cache", title_justify="left", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
     ended = ", ".join(f"{count} {reason}" for reason, count in own["requests"].items() if count)
     table.add_row("requests", ended or "none")
-    table.add_row("duration (simulated)", f"{_number(summary['duration'])} s")
+    table.add_row(f"duration ({clock})", f"{_number(summary['duration'])} s")
     table.add_row("busy time", f"{_number(summary['busy_time_s'])} s in {own['steps']:,} steps")
     table.add_row("request throughput", f"{_number(summary['request_throughput'])} requests/s")
     table.add_row("output throughput", f"{_number(summary['output_throughput'])} tokens/s")

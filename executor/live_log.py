@@ -1,0 +1,98 @@
+"""What an engine on the wall clock tells, brought onto the clock of a run and into its event log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from servetwin.sim.contract import StepResult
+from servetwin.sim.events import EventLog
+from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame, StepObserver
+from servetwin.sim.timeline import StepTimes
+from servetwin.workloads.spec import RequestSpec
+
+
+class LiveLog:
+    """Listens to the engine core (`core_loop.CoreListener`); times come in as monotonic ns and go on since `begin`."""
+
+    def __init__(self) -> None:
+        self.in_flight: dict[str, RequestSpec] = {}
+        """Sent and not ended."""
+        self.flushed = True
+        """The engine has told its worker of every request that ended."""
+        self._ended: list[tuple[str, int]] = []
+        self._log: EventLog | None = None
+        self._origin_ns = 0
+        self._log_blocks = False
+        self._on_step: StepObserver | None = None
+
+    def begin(self, log: EventLog, origin_ns: int, *, log_blocks: bool, on_step: StepObserver) -> None:
+        """From now on there is a run, which began at `origin_ns`."""
+        self._log, self._origin_ns = log, origin_ns
+        self._log_blocks, self._on_step = log_blocks, on_step
+
+    def now_ns(self) -> int:
+        """Since the start of the run."""
+        return time.monotonic_ns() - self._origin_ns
+
+    def sent(self, spec: RequestSpec) -> None:
+        """A request is on its way to the engine; `arrival_s` is when it was sent. ValueError for an id in use."""
+        if spec.request_id in self.in_flight:
+            raise ValueError(f"request_id {spec.request_id!r} is in use by an unfinished request")
+        self.in_flight[spec.request_id] = spec
+
+    def take_ended(self) -> Sequence[tuple[str, int]]:
+        """(request id, ns) of those that ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # ------------------------------------------------------------ what the engine tells
+
+    def arrived(self, request_id: str, now_ns: int) -> None:
+        self._writes.arrived(self.in_flight[request_id], now_ns - self._origin_ns)
+
+    def refused(self, request_id: str, now_ns: int, reason: str) -> None:
+        self._writes.refused(self.in_flight[request_id], now_ns - self._origin_ns, reason)
+        self._end(request_id, now_ns)
+
+    def aborted(self, request_id: str, now_ns: int, computed_tokens: int, blocks: int) -> None:
+        self._writes.aborted(request_id, now_ns - self._origin_ns, computed_tokens, blocks)
+        self.flushed = False
+        self._end(request_id, now_ns)
+
+    def scheduled(self, frame: Frame) -> None:
+        self._writes.scheduled(self._on_our_clock(frame))
+
+    def stepped(
+        self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
+    ) -> None:
+        frame, origin = self._on_our_clock(frame), self._origin_ns
+        times = replace(
+            times,
+            prepare_start_ns=times.prepare_start_ns - origin,
+            device_start_ns=times.device_start_ns - origin,
+            device_end_ns=times.device_end_ns - origin,
+        )
+        self._writes.stepped(frame, result, times, end_ns - origin, outputs)
+        self.flushed = not frame.plan.num_scheduled_tokens and not outputs.finished
+        for request_id in outputs.finished:
+            self._end(request_id, end_ns)
+        if self._on_step is not None:
+            self._on_step(frame, result, outputs)
+
+    def block_changes(self, changes: Sequence[BlockChange], now_ns: int) -> None:
+        if self._log_blocks:
+            self._writes.block_changes(changes, now_ns - self._origin_ns)
+
+    @property
+    def _writes(self) -> EventLog:
+        assert self._log is not None, "requests are sent after `begin`"
+        return self._log
+
+    def _on_our_clock(self, frame: Frame) -> Frame:
+        return replace(frame, start_ns=frame.start_ns - self._origin_ns)
+
+    def _end(self, request_id: str, now_ns: int) -> None:
+        del self.in_flight[request_id]
+        self._ended.append((request_id, now_ns - self._origin_ns))
