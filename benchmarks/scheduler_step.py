@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import process_time_ns
 
+from servetwin.sim.block_hash import TokenPrompt
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from servetwin.sim.contract import ModelRunnerOutput, SamplingParams, SchedulerOutput
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.records import Frame
 from servetwin.sim.request import Request
 from servetwin.sim.steptime.plan_rows import PlanReader
-from servetwin.sim.token_source import TokenPrompt
 
 NUM_REQUESTS = 2_000
 BLOCK_SIZE = 16

@@ -142,6 +142,35 @@ class EngineConfig(Config):
     def num_lookahead_tokens(self) -> int:
         return self.speculative.num_lookahead_tokens if self.speculative else 0
 
+    def refusal(self, num_prompt_tokens: int, max_tokens: int, min_tokens: int) -> str | None:
+        """Why a request of this size could never run to its end, in words; None when it can.
+
+        vLLM refuses the first kind in its front end; the others make 0.22.0 wait or spin for ever.
+        """
+        limit = self.model.max_model_len
+        room = limit - num_prompt_tokens
+        if room < 1:
+            return (
+                f"prompt of {num_prompt_tokens} tokens leaves no room for output: max_model_len is {limit}"
+            )
+        if min_tokens > room and not self.rules.length_outranks_min_tokens:
+            return (
+                f"min_tokens {min_tokens} cannot be reached: a prompt of {num_prompt_tokens} tokens leaves {room} of "
+                f"max_model_len {limit}, and vLLM 0.22.0 would hold it for ever (the correction "
+                "length_outranks_min_tokens ends it at the limit)"
+            )
+        # The last token that can be sampled is never computed, but a drafter wants its slots behind the others.
+        lookahead = self.num_lookahead_tokens
+        slots = min(min(num_prompt_tokens + max_tokens, limit) - 1 + lookahead, limit)
+        most = -(-slots // self.cache.block_size)
+        if most > self.cache.usable_blocks:
+            drafts = f" and {lookahead} slots for the drafter" if lookahead else ""
+            return (
+                f"prompt of {num_prompt_tokens} and output of {min(max_tokens, room)} tokens{drafts} need {most} "
+                f"blocks; the pool has {self.cache.usable_blocks} usable ones"
+            )
+        return None
+
     @model_validator(mode="after")
     def _can_run(self) -> Self:
         s, m = self.scheduler, self.model

@@ -13,7 +13,7 @@ from servetwin.sim.async_scheduler import AsyncScheduler
 from servetwin.sim.block_hash import TokenPrompt
 from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import DraftTokenIds, EngineCoreRequest, ModelRunnerOutput
-from servetwin.sim.kv_cache_manager import KVCacheManager, cdiv
+from servetwin.sim.kv_cache_manager import KVCacheManager
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame
 from servetwin.sim.request import Request, RequestStatus
@@ -58,31 +58,9 @@ class EngineCore:
         )
 
     def refusal(self, request: Request) -> str | None:
-        """Why this request could never run to its end, in words; None when it can.
-
-        vLLM refuses the first kind in its front end; the others make 0.22.0 wait or spin for ever.
-        """
-        limit = self.config.model.max_model_len
-        prompt, room = request.num_prompt_tokens, limit - request.num_prompt_tokens
-        if room < 1:
-            return f"prompt of {prompt} tokens leaves no room for output: max_model_len is {limit}"
-        if request.sampling_params.min_tokens > room and not self.config.rules.length_outranks_min_tokens:
-            return (
-                f"min_tokens {request.sampling_params.min_tokens} cannot be reached: a prompt of {prompt} tokens "
-                f"leaves {room} of max_model_len {limit}, and vLLM 0.22.0 would hold it for ever (the correction "
-                "length_outranks_min_tokens ends it at the limit)"
-            )
-        # The last token that can be sampled is never computed, but a drafter wants its slots behind the others.
-        lookahead = self.config.num_lookahead_tokens
-        slots = min(min(prompt + request.max_tokens, limit) - 1 + lookahead, limit)
-        most = cdiv(slots, self.config.cache.block_size)
-        if most > self.config.cache.usable_blocks:
-            drafts = f" and {lookahead} slots for the drafter" if lookahead else ""
-            return (
-                f"prompt of {prompt} and output of {min(request.max_tokens, room)} tokens{drafts} need {most} blocks; "
-                f"the pool has {self.config.cache.usable_blocks} usable ones"
-            )
-        return None
+        """Why this request could never run to its end, in words; None when it can (`EngineConfig.refusal`)."""
+        min_tokens = request.sampling_params.min_tokens
+        return self.config.refusal(request.num_prompt_tokens, request.max_tokens, min_tokens)
 
     def add_request(self, request: Request, now: int) -> None:
         """Queues a request (checked with `refusal` before)."""

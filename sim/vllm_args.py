@@ -137,6 +137,7 @@ _MODELLED: dict[str, Callable[[Any], Any]] = {
     "block_size": _number,
     "num_gpu_blocks_override": _number,
     "kv_cache_memory_bytes": _number,
+    "gpu_memory_utilization": float,
     "enable_prefix_caching": bool,
     "max_num_seqs": _number,
     "max_num_batched_tokens": _number,

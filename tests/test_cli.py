@@ -18,6 +18,7 @@ GOLDEN = ROOT / "tests" / "golden"
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--block-size", "16"]
 POOL = ["--num-gpu-blocks-override", "60", "--max-model-len", "256"]
 CONSTANT = ["--executor", "constant", "--step-time-s", "0.01"]
+TORCH = ["--executor", "torch", "--model", "examples/llama-10m"]
 NGRAM = [
     "--speculative-config",
     '{"method": "ngram", "num_speculative_tokens": 2}',
@@ -415,6 +416,28 @@ def test_decide_refuses_what_can_never_run(
         (["--executor", "json:nothing"], "has no attribute 'nothing'"),
         (["--executor", "no.such.module:x"], "needs the module 'no'"),
         ([*CONSTANT, "--model", "/nowhere"], "/nowhere/config.json: No such file"),
+        ([*CONSTANT, "--gpu-memory-utilization", "0.5"], "--gpu-memory-utilization has no effect"),
+        ([*CONSTANT, "--zero-fresh-blocks"], "--zero-fresh-blocks has no effect"),
+        ([*CONSTANT, "--compile"], "--compile has no effect"),
+        ([*CONSTANT, "--max-concurrency", "3"], "--max-concurrency goes with --live only"),
+        (["--live"], "needs --model"),
+        ([*CONSTANT, "--live"], "--live goes with --executor torch only, got constant"),
+        (["--live", "--max-concurrency", "0"], "--max-concurrency 0 must be 1 or more"),
+        (["--live", "--reset-prefix-cache-at", "1"], "goes with simulated time only"),
+        (["--live", "--step-time-s", "1"], "--step-time-s has no effect with --live"),
+        (
+            [*TORCH, "--speculative-config", '{"method": "eagle", "num_speculative_tokens": 2}'],
+            "--executor torch cannot draft with method eagle; allowed: torch with method ngram",
+        ),
+        ([*TORCH, *NGRAM[:2], "--draft-acceptance-rate", "1"], "--draft-acceptance-rate goes with modelled"),
+        (
+            [
+                *CONSTANT,
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 6, "prompt_lookup_max": 4}',
+            ],
+            "prompt_lookup_min 6 is above prompt_lookup_max 4",
+        ),
     ],
 )
 def test_run_refuses_with_one_line(

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from servetwin.sim.contract import SamplingParams, from_json, to_json
+from servetwin.sim.contract import RequestOutputKind, SamplingParams, from_json, to_json
 from servetwin.sim.decide import ScenarioLoop
 from servetwin.sim.scenario import read_scenario
 
@@ -78,12 +78,61 @@ def test_what_is_no_plan_is_refused(damage: dict[str, object]) -> None:
         ("top_k", -2),
         ("max_tokens", 0),
         ("min_tokens", -1),
+        ("n", 0),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("presence_penalty", -2.5),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0.0),
+        ("logprobs", -2),
     ],
 )
 def test_sampling_values_outside_their_range_raise(field: str, value: float) -> None:
     """The message names the field and the value."""
     with pytest.raises(ValueError, match=f"{field}.*{value}"):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": ""}, "stop must not hold an empty string"),
+        ({"stop": ["x"], "detokenize": False}, "stop strings .* need detokenize"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+        ({"logit_bias": {7: float("inf")}}, "logit_bias must hold finite numbers, got inf for token 7"),
+        ({"bad_words": [""]}, "bad_words must not hold an empty word"),
+        ({"bad_words_token_ids": [[]]}, "bad_words must not hold an empty word"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens 4 is above max_tokens 3"),
+    ],
+)
+def test_sampling_settings_that_contradict_themselves_raise(params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_an_argument_that_sampling_has_not_got_is_named() -> None:
+    with pytest.raises(TypeError, match="prompt_logprobs"):
+        SamplingParams(prompt_logprobs=1)  # type: ignore[call-arg]
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="x").stop_strings == ["x"]
+    assert SamplingParams().stop_strings == []
+
+
+def test_sampling_parameters_survive_json() -> None:
+    """Keys of objects and enumerations, which JSON has not got, come back as what they were."""
+    params = SamplingParams(
+        logit_bias={3: 1.5},
+        output_kind=RequestOutputKind.DELTA,
+        stop=["a"],
+        bad_words_token_ids=[[1, 2]],
+        logprobs=0,
+    )
+    plan = plans_of("s05_prefix_shared")[0]
+    plan.scheduled_new_reqs[0].sampling_params = params
+    assert from_json(orjson.loads(orjson.dumps(to_json(plan)))) == plan
 
 
 def test_a_tiny_temperature_is_raised_with_a_warning() -> None:

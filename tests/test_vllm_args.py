@@ -189,7 +189,8 @@ def test_every_flag_of_the_table_is_known():
     args = parse_vllm_args(TABLE)
     assert args.engine["async_scheduling"] is True
     assert args.engine["performance_mode"] == "throughput"
-    assert "--gpu-memory-utilization" in args.ignored and "--cudagraph-capture-sizes" in args.ignored
+    assert args.engine["gpu_memory_utilization"] == 0.92
+    assert "--cudagraph-capture-sizes" in args.ignored
     assert args.limits_nothing == ()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.vllm_args import VllmArgs, parse_vllm_args
 
-NEEDS_A_MODEL = ("dtype", "load_format", "kv_cache_memory_bytes")
+NEEDS_A_MODEL = ("dtype", "load_format", "kv_cache_memory_bytes", "gpu_memory_utilization")
 """Fields that only an executor which runs a model can act on."""
 
 
