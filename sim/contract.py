@@ -85,31 +85,32 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        self._settle()
-        self._check_lengths()
-        self._check_shape_of_distribution()
-        self._check_token_lists()
-
-    def _settle(self) -> None:
-        """Spellings that mean the same, and temperatures that would overflow."""
-        if not isinstance(self.stop, list):
-            object.__setattr__(self, "stop", [] if self.stop is None else [self.stop])
+        # Made for every request of a simulation: what is left at its default is not looked at twice.
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", [self.stop])
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(
                 f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}: smaller values overflow",
-                stacklevel=4,
+                stacklevel=3,
             )
             object.__setattr__(self, "temperature", MIN_TEMPERATURE)
+        self._check_lengths()
+        self._check_shape_of_distribution()
+        if self.stop or self.logit_bias or self.allowed_token_ids is not None:
+            self._check_token_lists()
+        if self.bad_words or self.bad_words_token_ids:
+            self._check_bad_words()
 
     def _check_lengths(self) -> None:
         if self.n < 1:
             raise ValueError(f"n must be 1 or more, got {self.n}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens must be 0 or more, got {self.min_tokens}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
+        if self.max_tokens is not None:
+            if self.max_tokens < 1:
+                raise ValueError(f"max_tokens must be 1 or more, got {self.max_tokens}")
+            if self.min_tokens > self.max_tokens:
+                raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}")
         if self.logprobs is not None and self.logprobs < -1:
             raise ValueError(f"logprobs must be None, -1 (all) or 0 or more, got {self.logprobs}")
 
@@ -122,9 +123,10 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 or -1 (off) or at least 1, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise ValueError(f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        if not -2 <= self.presence_penalty <= 2:
+            raise ValueError(f"presence_penalty must be in [-2, 2], got {self.presence_penalty}")
+        if not -2 <= self.frequency_penalty <= 2:
+            raise ValueError(f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
 
@@ -138,12 +140,15 @@ class SamplingParams:
         for token_id, bias in (self.logit_bias or {}).items():
             if not math.isfinite(bias):
                 raise ValueError(f"logit_bias must hold finite numbers, got {bias} for token {token_id}")
+
+    def _check_bad_words(self) -> None:
         if any(not words for words in self.bad_words) or any(not ids for ids in self.bad_words_token_ids):
             raise ValueError("bad_words must not hold an empty word")
 
     @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
+        # A single one became a list of one when this was made.
         return self.stop if isinstance(self.stop, list) else []
 
     @property
