@@ -1,6 +1,8 @@
-"""Chooses the next token of each row from its logits.
+"""Chooses the next token of each row of logits.
 
-Order of the rules, as in vLLM: stop tokens masked below min_tokens, temperature, top-k, top-p, draw.
+Order of the rules, as in vLLM: raw log probabilities, bias and masks (`constraints.py`), penalties (`penalties.py`),
+then the largest logit of a greedy row; of the others temperature, min-p, top-k, top-p (`distribution.py`) and a draw
+with noise that is a function of the request and the place of the token (`noise.py`).
 """
 
 from __future__ import annotations
@@ -10,90 +12,71 @@ from dataclasses import dataclass
 
 import torch
 
-from servetwin.sim.contract import MIN_TEMPERATURE, SamplingParams
+from servetwin.executor.constraints import apply_constraints, is_constrained
+from servetwin.executor.distribution import select_rows, token_probabilities
+from servetwin.executor.logprobs import RowLogprobs, gather_logprobs
+from servetwin.executor.noise import exponential_noise
+from servetwin.executor.penalties import apply_penalties, is_penalised
+from servetwin.executor.sampling_row import SamplingRow, random_stream
 
-MIN_NOISE = torch.finfo(torch.float32).tiny
+__all__ = ["RowLogprobs", "Sampler", "SamplerOutput", "SamplingRow", "random_stream"]
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """How one row of logits is sampled."""
+class SamplerOutput:
+    """What came out for a batch of rows."""
 
-    params: SamplingParams
-    generator: torch.Generator | None = None
-    """Own random stream; None draws from the sampler's."""
-    num_output_tokens: int = 0
-    """Tokens generated before this one."""
+    token_ids: torch.Tensor
+    """[num_rows] int64, on the device of the logits."""
+    logprobs: list[RowLogprobs | None]
+    """One entry a row, None for those that did not ask."""
 
 
 class Sampler:
-    """Samples a batch. Rows do not influence each other, except that rows without a seed share one stream."""
+    """Samples a batch. It keeps no state, and a row's token and log probabilities depend on that row alone."""
 
-    def __init__(self, eos_token_ids: Sequence[int], seed: int, device: torch.device) -> None:
+    def __init__(self, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
-        self.generator = torch.Generator(device).manual_seed(seed)
+        """All tokens that end a text of this model."""
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Logits `[num_rows, vocab_size]` of any float type -> token ids `[num_rows]` int64.
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SamplerOutput:
+        """Logits `[num_rows, vocab_size]` of any float type, left as they are.
 
-        Greedy rows take the largest logit, the lowest token id among equals.
+        Greedy rows take the largest logit, the lowest token id among equals. Logits may be -inf, but not all of a row.
         """
-        logits = self._mask_stop_tokens(logits.float(), rows)
-        token_ids = logits.argmax(dim=-1)
-        drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
-        if drawn:
-            token_ids[drawn] = self._draw(logits[drawn], [rows[i] for i in drawn])
-        return token_ids
+        raw = logits.float()
+        edited = self._edit(raw, rows)
+        token_ids = _choose(edited, rows)
+        return SamplerOutput(
+            token_ids, gather_logprobs(raw, token_ids, [row.params.logprobs for row in rows])
+        )
 
-    def _mask_stop_tokens(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """-inf for whatever could end a request that has not reached min_tokens."""
-        masked = [
-            (i, token_id)
-            for i, row in enumerate(rows)
-            if row.num_output_tokens < row.params.min_tokens
-            for token_id in (*self.eos_token_ids, *row.params.stop_token_ids)
-            if 0 <= token_id < logits.shape[-1]
-        ]
-        if not masked:
+    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+        """Bias, masks and penalties, on a copy where any row has them."""
+        constrained = [(i, row) for i, row in enumerate(rows) if is_constrained(row)]
+        penalised = [(i, row) for i, row in enumerate(rows) if is_penalised(row.params)]
+        if not constrained and not penalised:
             return logits
-        row_index, token_index = torch.tensor(masked, device=logits.device).unbind(dim=1)
-        return logits.index_put((row_index, token_index), logits.new_tensor(-torch.inf))
-
-    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        temperature = logits.new_tensor([max(row.params.temperature, MIN_TEMPERATURE) for row in rows])
-        scaled = restrict(logits / temperature.unsqueeze(1), [row.params for row in rows])
-        # argmax(p / Exp(1)) draws from p, and each row's noise can come from a generator of its own.
-        return (scaled.softmax(dim=-1) / self._noise(scaled, rows)).argmax(dim=-1)
-
-    def _noise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        noise = torch.empty_like(logits)
-        unseeded = [i for i, row in enumerate(rows) if row.generator is None]
-        if unseeded:
-            shared = noise.new_empty(len(unseeded), noise.shape[1])
-            noise[unseeded] = shared.exponential_(generator=self.generator)
-        for i, row in enumerate(rows):
-            if row.generator is not None:
-                noise[i].exponential_(generator=row.generator)
-        return noise.clamp_min_(MIN_NOISE)
+        edited = logits.clone(memory_format=torch.contiguous_format)
+        apply_constraints(edited, constrained, self.eos_token_ids)
+        apply_penalties(edited, penalised)
+        return edited
 
 
-def restrict(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """-inf for all but each row's top_k tokens and, of those, the fewest that reach top_p (at least one).
+def _choose(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    greedy = [i for i, row in enumerate(rows) if row.params.greedy]
+    drawn = [i for i, row in enumerate(rows) if not row.params.greedy]
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    if greedy:
+        token_ids[greedy] = select_rows(logits, greedy).argmax(dim=1)
+    if drawn:
+        token_ids[drawn] = _draw(select_rows(logits, drawn), [rows[i] for i in drawn])
+    return token_ids
 
-    Logits `[num_rows, vocab_size]`. Tokens equal to the k-th largest are all kept.
-    """
-    vocab_size = logits.shape[-1]
-    top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-    top_p = [p.top_p for p in params]
-    if min(top_k) == vocab_size and min(top_p) == 1:
-        return logits
-    values, order = logits.sort(dim=-1, descending=True, stable=True)
-    kth_index = torch.tensor(top_k, device=logits.device).unsqueeze(1) - 1
-    values = values.masked_fill(values < values.gather(1, kth_index), -torch.inf)
-    probs = values.softmax(dim=-1)
-    limit = logits.new_tensor(top_p).unsqueeze(1)
-    # Mass before the token: a token stays while those before it have not reached top_p. 1 is off, so that
-    # rounding of the sum cannot drop the tail.
-    reached = (probs.cumsum(dim=-1) - probs >= limit) & (limit < 1)
-    reached[:, 0] = False
-    return torch.full_like(logits, -torch.inf).scatter(1, order, values.masked_fill(reached, -torch.inf))
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """The token of the smallest Exp(1) / p, of all with p > 0, comes up with probability p."""
+    weights = token_probabilities(logits, [row.params for row in rows])
+    draws = [(row.stream, row.num_output_tokens) for row in rows]
+    return weights.div_(exponential_noise(draws, logits.shape[1], logits.device)).argmax(dim=1)

@@ -1,167 +1,378 @@
-"""Sampling rules: field reports 33 to 38 and 40, and rows that do not influence each other."""
+"""The sampler against a plain one that goes token by token, rows that do not influence each other, fair draws."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from sampling import EOS, draws, row, sample, tokens
+from scipy.stats import chisquare, contingency, kstest
 
-from servetwin.executor.sampler import Sampler, SamplingRow, restrict
+from servetwin.executor.distribution import token_probabilities
+from servetwin.executor.noise import exponential_noise
+from servetwin.executor.sampler import RowLogprobs, Sampler, SamplingRow, random_stream
+from servetwin.executor.testing import torch_threads
 from servetwin.sim.contract import SamplingParams
 
-EOS = 2
-CPU = torch.device("cpu")
+VOCAB_SIZE = 24
+Floats = npt.NDArray[np.float32]
 
 
-def sampler(seed: int = 0) -> Sampler:
-    return Sampler([EOS], seed, CPU)
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
 
 
-def row(*, seed: int | None = None, num_output_tokens: int = 0, **params: object) -> SamplingRow:
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return SamplingRow(SamplingParams(**{"temperature": 1.0, **params}), generator, num_output_tokens)  # type: ignore[arg-type]
+# ---------------------------------------------------------------- a plain sampler
 
 
-def logits_of(*rows: list[float]) -> torch.Tensor:
-    return torch.tensor(rows)
+def plain_edits(logits: Floats, asked: SamplingRow) -> Floats:
+    """Bias, masks and penalties, one token at a time."""
+    params, outputs = asked.params, asked.output_token_ids.tolist()
+    logits = logits.copy()
+    for token_id, bias in (params.logit_bias or {}).items():
+        logits[token_id] += np.float32(bias)
+    banned = set()
+    for word in params.bad_words_token_ids:
+        if len(word) - 1 <= len(outputs) and outputs[len(outputs) - len(word) + 1 :] == word[:-1]:
+            banned.add(word[-1])
+    lost = set() if params.allowed_token_ids is None else set(range(VOCAB_SIZE)) - {*params.allowed_token_ids}
+    if len(outputs) < params.min_tokens:
+        lost |= {EOS, *params.stop_token_ids}
+    if len(lost | banned) < VOCAB_SIZE:
+        lost |= banned
+    for token_id in range(VOCAB_SIZE):
+        value, count = logits[token_id], outputs.count(token_id)
+        if count or token_id in asked.prompt_token_ids:
+            factor = np.float32(params.repetition_penalty)
+            value = value / factor if value > 0 else value * factor
+        if count:
+            value += np.float32(-(count * params.frequency_penalty + params.presence_penalty))
+        logits[token_id] = -np.inf if token_id in lost else value
+    return logits
 
 
-def draws(logits: torch.Tensor, params: SamplingRow, times: int = 300) -> set[int]:
-    """Tokens that can come out."""
-    return set(sampler().sample(logits.expand(times, -1), [params] * times).tolist())
+def plain_probabilities(logits: Floats, params: SamplingParams) -> npt.NDArray[np.float64]:
+    """Temperature, min-p, top-k, top-p, over a sorted list of tokens."""
+    scaled = logits.astype(np.float64) / params.temperature
+    probs = np.exp(scaled - scaled.max())
+    probs[probs < params.min_p * probs.max()] = 0
+    ranked = sorted(range(VOCAB_SIZE), key=lambda t: (-probs[t], t))
+    if 0 < params.top_k < VOCAB_SIZE:
+        smallest = probs[ranked[params.top_k - 1]]
+        probs[probs < smallest] = 0
+    probs /= probs.sum()
+    before = 0.0
+    for token_id in ranked:
+        mass = probs[token_id]
+        if before > 0 and before >= params.top_p and params.top_p < 1:
+            probs[token_id] = 0
+        before += mass
+    return probs
 
 
-def test_disabled_top_k_beside_enabled_top_k() -> None:
-    """Case 33: 0, -1 and more than the vocabulary mean all of it, in one batch with other settings."""
-    logits = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
-    rows = [row(temperature=0), row(top_k=64, top_p=0.95), row(top_k=-1), row(top_k=1000), row(top_k=0)]
-    tokens = sampler().sample(logits, rows)
-    assert tokens[0] == logits[0].argmax()
-    assert ((tokens >= 0) & (tokens < 128)).all()
-    kept = restrict(logits, [r.params for r in rows]).isfinite().sum(dim=-1).tolist()
-    assert kept[0] == kept[2] == kept[3] == kept[4] == 128
-    assert kept[1] <= 64
+def plain_token(logits: Floats, asked: SamplingRow) -> int:
+    if asked.params.greedy:
+        return int(logits.argmax())
+    noise = exponential_noise([(asked.stream, asked.num_output_tokens)], VOCAB_SIZE)[0].numpy()
+    return int((plain_probabilities(logits, asked.params) / noise).argmax())
 
 
-def test_greedy_row_with_masked_logits_beside_a_random_one() -> None:
-    """Case 34: -inf stays -inf."""
-    inf = float("inf")
-    logits = logits_of([-inf, 1.0, -inf, 3.0], [0.0, -inf, 1.0, 2.0])
-    for seed in range(20):
-        tokens = sampler(seed).sample(logits, [row(temperature=0), row(temperature=0.8)])
-        assert tokens[0] == 3
-        assert tokens[1] != 1
+def plain_logprobs(logits: Floats, token_id: int, count: int) -> RowLogprobs:
+    exact = logits.astype(np.float64)
+    logprobs = exact - exact.max() - math.log(np.exp(exact - exact.max()).sum())
+    ranked = sorted(range(VOCAB_SIZE), key=lambda t: (-logits[t], t))
+    listed = [token_id, *ranked[: VOCAB_SIZE if count == -1 else count]]
+    return RowLogprobs(listed, logprobs[listed].tolist(), 1 + int((logits > logits[token_id]).sum()))
 
 
-@pytest.mark.filterwarnings("ignore:temperature .* is raised")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("temperature", [1e-12, 1e-6, 1e-5, 1e-4, 1e-3, 0.01])
-def test_very_small_temperatures_take_the_largest_logit(temperature: float, dtype: torch.dtype) -> None:
-    """Case 35: no overflow between greedy and 0.01."""
-    logits = logits_of([-30.0, 30.0, 28.0, 0.0]).to(dtype)
-    assert draws(logits, row(temperature=temperature)) == {1}
+# ---------------------------------------------------------------- any batch
 
-
-def test_tiny_top_p_keeps_one_token() -> None:
-    assert draws(logits_of([0.0, 0.1, 0.2, 0.1]), row(top_p=1e-6)) == {2}
-
-
-def test_ties_under_greedy_go_to_the_lowest_id() -> None:
-    """Case 37: alone and beside a random row; also where a long row is reduced in pieces."""
-    tied = logits_of([1.0, 1.0, 0.0])
-    assert sampler().sample(tied, [row(temperature=0)]).tolist() == [0]
-    assert sampler().sample(tied.expand(2, -1), [row(temperature=0), row()])[0] == 0
-    long = torch.zeros(1, 50_000)
-    long[0, [777, 31_000, 49_999]] = 5.0
-    assert sampler().sample(long, [row(temperature=0)]).tolist() == [777]
-
-
-@given(
-    position=st.integers(0, 3), others=st.lists(st.sampled_from(["greedy", "seedless", "seeded"]), max_size=4)
+token_ids = st.integers(0, VOCAB_SIZE - 1)
+# Cumulative probabilities of the logits below do not fall on these bounds, where rounding would decide.
+settings_of_a_row = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.31, 0.7, 1.0, 1.63])},
+    optional={
+        "top_k": st.sampled_from([-1, 0, 1, 3, 10, VOCAB_SIZE, 1000]),
+        "top_p": st.sampled_from([1e-6, 0.137, 0.371, 0.583, 0.857, 0.9931, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.0131, 0.1037, 0.371, 1.0]),
+        "repetition_penalty": st.sampled_from([0.8, 1.0, 1.3]),
+        "presence_penalty": st.sampled_from([-1.5, 0.0, 0.6]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.0, 0.7]),
+        "min_tokens": st.integers(0, 4),
+        "stop_token_ids": st.lists(token_ids, max_size=2),
+        "ignore_eos": st.booleans(),
+        "allowed_token_ids": st.none() | st.lists(token_ids, min_size=1, max_size=6),
+        "bad_words_token_ids": st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=4),
+        "logit_bias": st.none()
+        | st.dictionaries(token_ids, st.sampled_from([-100.0, -0.5, 2.25]), max_size=3),
+        "logprobs": st.none() | st.sampled_from([-1, 0, 1, 3, VOCAB_SIZE, 100]),
+    },
 )
-def test_neighbours_do_not_change_a_seeded_row(position: int, others: list[str]) -> None:
-    """Case 38: equal logits and an equal seed give equal draws in any company and place."""
-    logits = torch.randn(1, 64, generator=torch.Generator().manual_seed(3))
-    kinds = {"greedy": row(temperature=0), "seedless": row(), "seeded": row(seed=1)}
-    rows = [kinds[name] for name in others]
-    position = min(position, len(rows))
-    rows.insert(position, row(seed=42, temperature=0.8))
-    together = [int(sampler(seed=9).sample(logits.expand(len(rows), -1), rows)[position]) for _ in range(3)]
-    alone_row = row(seed=42, temperature=0.8)
-    alone = [int(sampler().sample(logits, [alone_row])) for _ in range(3)]
-    assert together == alone
 
 
-def test_equal_seeds_give_equal_streams_and_different_ones_do_not() -> None:
-    logits = torch.zeros(1, 1000)
-
-    def stream(seed: int) -> list[int]:
-        seeded = row(seed=seed)
-        return [int(sampler().sample(logits, [seeded])) for _ in range(5)]
-
-    assert stream(1) == stream(1)
-    assert stream(1) != stream(2)
-
-
-def test_rows_without_a_seed_follow_the_seed_of_the_sampler() -> None:
-    logits = torch.zeros(8, 1000)
-    rows = [row() for _ in range(8)]
-    first, again, other = (sampler(seed).sample(logits, rows).tolist() for seed in (5, 5, 6))
-    assert first == again
-    assert first != other
-    assert len(set(first)) > 1
+@st.composite
+def sampling_rows(draw: st.DrawFn) -> SamplingRow:
+    """One that the front end would let pass: something remains besides the tokens that min_tokens holds back."""
+    params: dict[str, Any] = draw(settings_of_a_row)
+    allowed = params.get("allowed_token_ids")
+    assume(allowed is None or not {EOS, *params.get("stop_token_ids", [])}.issuperset(allowed))
+    some = st.lists(token_ids, max_size=6)
+    return row(stream=draw(st.integers(0, 2**64 - 1)), prompt=draw(some), outputs=draw(some), **params)
 
 
-def test_min_tokens_holds_back_every_token_that_could_end_the_request() -> None:
-    """Case 40: with EOS and a stop token preferred, exactly min_tokens others come first."""
-    logits = logits_of([0.0, 1.0, 9.0, 8.0])
-    for temperature in (0.0, 1.0):
-        for produced in range(4):
-            held = row(
-                temperature=temperature, min_tokens=4, stop_token_ids=[3, 4000], num_output_tokens=produced
-            )
-            assert int(sampler().sample(logits, [held])) in (0, 1)
-    free = row(temperature=0, min_tokens=4, num_output_tokens=4)
-    assert sampler().sample(logits, [free]).tolist() == [EOS]
+# Quarters, so that there are many ties.
+some_logits = st.integers(0, 2**32 - 1).map(
+    lambda seed: np.random.default_rng(seed).integers(-12, 13, VOCAB_SIZE).astype(np.float32) / 4
+)
+batches = st.lists(st.tuples(some_logits, sampling_rows()), min_size=1, max_size=4)
 
 
-def test_min_tokens_of_one_row_leaves_the_others_and_the_logits_alone() -> None:
-    logits = logits_of([0.0, 1.0, 9.0], [0.0, 1.0, 9.0])
+@given(batch=batches)
+def test_every_row_is_what_a_plain_sampler_makes_of_it(batch: list[tuple[Floats, SamplingRow]]) -> None:
+    """Same token, same log probabilities."""
+    output = sample(torch.tensor(np.array([logits for logits, _ in batch])), [asked for _, asked in batch])
+    results = zip(batch, output.token_ids.tolist(), output.logprobs, strict=True)
+    for (logits, asked), token_id, entry in results:
+        assert token_id == plain_token(plain_edits(logits, asked), asked)
+        if asked.params.logprobs is None:
+            assert entry is None
+            continue
+        assert entry is not None
+        expected = plain_logprobs(logits, token_id, asked.params.logprobs)
+        assert (entry.token_ids, entry.rank) == (expected.token_ids, expected.rank)
+        assert entry.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@given(batch=batches)
+def test_the_candidates_are_those_of_a_plain_sampler(batch: list[tuple[Floats, SamplingRow]]) -> None:
+    """With their probabilities."""
+    drawn = [(logits, asked.params) for logits, asked in batch if not asked.params.greedy]
+    assume(drawn)
+    weights = token_probabilities(
+        torch.tensor(np.array([logits for logits, _ in drawn])), [p for _, p in drawn]
+    )
+    for (logits, params), ours in zip(drawn, weights, strict=True):
+        expected = plain_probabilities(logits, params)
+        assert (ours > 0).tolist() == (expected > 0).tolist()
+        np.testing.assert_allclose(ours / ours.sum(), expected / expected.sum(), rtol=1e-4)
+
+
+@given(batch=batches, data=st.data())
+def test_a_row_is_the_same_alone_and_in_any_order(
+    batch: list[tuple[Floats, SamplingRow]], data: st.DataObject
+) -> None:
+    """To the last bit of its log probabilities."""
+    batch = data.draw(st.permutations(batch))
+    logits, rows = torch.tensor(np.array([logits for logits, _ in batch])), [asked for _, asked in batch]
     before = logits.clone()
-    tokens = sampler().sample(logits, [row(temperature=0, min_tokens=2), row(temperature=0)])
-    assert tokens.tolist() == [1, EOS]
+    together = sample(logits, rows)
+    for i in range(len(rows)):
+        alone = sample(logits[i : i + 1], rows[i : i + 1])
+        assert alone.token_ids.tolist() == [together.token_ids[i]]
+        assert alone.logprobs == [together.logprobs[i]]
     assert torch.equal(logits, before)
 
 
-def test_top_k_keeps_the_k_largest() -> None:
-    logits = logits_of([0.0, 3.0, 1.0, 2.0, -1.0])
-    assert draws(logits, row(top_k=2, temperature=5.0)) == {1, 3}
-    assert draws(logits, row(top_k=1, temperature=5.0)) == {1}
+def test_a_row_is_the_same_alone_in_a_large_vocabulary() -> None:
+    """Sizes at which torch splits the work among threads and vector lanes."""
+    logits = torch.randn(7, 50_257, generator=torch.Generator().manual_seed(1)) * 3
+    settings: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05}, {"temperature": 0}]
+    rows = [
+        row(stream=i, logprobs=5, **(settings[i % 5] | ({"top_p": 0.5} if i > 4 else {}))) for i in range(7)
+    ]
+    with torch_threads(2):
+        together = sample(logits, rows)
+    for i in range(7):
+        alone = sample(logits[i : i + 1], rows[i : i + 1])
+        assert (alone.token_ids[0], alone.logprobs[0]) == (together.token_ids[i], together.logprobs[i])
 
 
-def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    for top_p, kept in ((0.4, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4), (1.0, 4)):
-        assert int(restrict(logits, [SamplingParams(top_p=top_p)]).isfinite().sum()) == kept
+# ---------------------------------------------------------------- single rules
 
 
-def test_top_p_applies_to_what_top_k_left() -> None:
+def candidates(logits: torch.Tensor, **params: Any) -> list[int]:
+    (weights,) = token_probabilities(logits, [SamplingParams(**params)])
+    return weights.nonzero().flatten().tolist()
+
+
+HALF_THREE_TENTHS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+
+
+def test_top_k_keeps_the_k_largest_and_those_equal_to_the_last() -> None:
+    assert candidates(torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]]), top_k=2) == [1, 3]
+    assert candidates(torch.tensor([[0.0, 3.0, 1.0, 1.0, -1.0]]), top_k=2) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.4, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4), (0.9999999, 4), (1.0, 4)]
+)
+def test_top_p_keeps_the_fewest_tokens_that_reach_it(top_p: float, kept: int) -> None:
+    assert candidates(HALF_THREE_TENTHS, top_p=top_p) == list(range(kept))
+
+
+def test_top_p_applies_to_what_min_p_and_top_k_left() -> None:
     """Of 0.5 and 0.3 the first alone has 0.625."""
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    kept = restrict(logits, [SamplingParams(top_k=2, top_p=0.6)])
-    assert kept.isfinite().tolist() == [[True, False, False, False]]
+    assert candidates(HALF_THREE_TENTHS, top_k=2, top_p=0.6) == [0]
+    assert candidates(HALF_THREE_TENTHS, min_p=0.59, top_p=0.6) == [0]
+    assert candidates(HALF_THREE_TENTHS, min_p=0.59, top_k=3) == [0, 1]
+
+
+def test_min_p_is_a_fraction_of_the_most_likely_one_after_temperature() -> None:
+    assert candidates(HALF_THREE_TENTHS, min_p=0.25) == [0, 1, 2]
+    assert candidates(HALF_THREE_TENTHS, min_p=0.25, temperature=0.5) == [0, 1]
+    assert candidates(HALF_THREE_TENTHS, min_p=1.0) == [0]
 
 
 def test_top_p_one_keeps_the_whole_tail() -> None:
     """Rounding of the cumulative sum may not drop the least likely tokens of a large vocabulary."""
-    logits = torch.linspace(0, -20, 50_000).unsqueeze(0)
-    both = restrict(logits.expand(2, -1), [SamplingParams(top_p=1.0), SamplingParams(top_p=0.5)])
-    assert int(both[0].isfinite().sum()) == 50_000
+    logits = torch.linspace(0, -20, 50_000).expand(2, -1)
+    weights = token_probabilities(logits, [SamplingParams(top_p=1.0), SamplingParams(top_p=0.5)])
+    assert int(weights[0].count_nonzero()) == 50_000
 
 
-def test_frequencies_follow_the_probabilities() -> None:
-    probabilities = torch.tensor([0.6, 0.3, 0.1])
-    tokens = sampler().sample(probabilities.log().expand(20_000, -1), [row()] * 20_000)
-    observed = torch.bincount(tokens, minlength=3) / 20_000
-    torch.testing.assert_close(observed, probabilities, atol=0.015, rtol=0)
+def test_a_bad_word_is_banned_behind_its_beginning_only() -> None:
+    """Among the outputs: the same tokens at the end of the prompt do not count."""
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0, 0.5]])
+
+    def chosen(**history: list[int]) -> list[int]:
+        return tokens(logits, [row(temperature=0, bad_words_token_ids=[[1, 3, 4]], **history)])
+
+    assert chosen(outputs=[1, 3]) == [5]
+    assert chosen(outputs=[0, 1, 3]) == [5]
+    assert chosen(outputs=[3, 1]) == chosen(outputs=[3]) == chosen(prompt=[1, 3]) == [4]
+    assert chosen(prompt=[1], outputs=[3]) == [4]
+
+
+def test_bias_and_allowed_tokens_decide_before_penalties() -> None:
+    """The biased logit is what the repetition penalty divides."""
+    logits = torch.tensor([[3.0, 0.0, 2.0]])
+    biased = row(temperature=0, logit_bias={1: 8.0}, repetition_penalty=4.0, prompt=[1])
+    assert tokens(logits, [biased]) == [0]
+    assert tokens(logits, [row(temperature=0, logit_bias={1: 8.0})]) == [1]
+    assert tokens(logits, [row(temperature=0, allowed_token_ids=[1, 2], logit_bias={0: 100.0})]) == [2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0, 1e300])
+def test_no_setting_makes_a_number_that_is_none(temperature: float) -> None:
+    """Bias, penalty and temperature beyond the range of a float32 beside masked logits."""
+    logits = torch.tensor([[30.0, -30.0, 0.0, -torch.inf]])
+    extreme = row(
+        temperature=temperature,
+        logit_bias={1: 1e300, 2: -1e300},
+        repetition_penalty=1e-300,
+        min_p=1e-300,
+        prompt=[0, 1, 2, 3],
+    )
+    (token_id,) = tokens(logits, [extreme])
+    assert token_id in (0, 1)
+    weights = token_probabilities(logits, [SamplingParams(temperature=temperature, min_p=1e-300)])
+    assert weights.isfinite().all()
+    assert weights[0, 3] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_logits_of_any_float_type(dtype: torch.dtype) -> None:
+    logits = torch.randn(4, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    rows = [row(temperature=0), row(top_p=0.9), row(repetition_penalty=2.0, prompt=[1]), row(logprobs=2)]
+    assert tokens(logits, rows) == tokens(logits.float(), rows)
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert tokens(torch.zeros(0, 8), []) == []
+
+
+# ---------------------------------------------------------------- randomness
+
+
+def test_a_stream_is_named_by_the_seed_alone_or_by_engine_and_request() -> None:
+    seeded, unseeded = SamplingParams(seed=7), SamplingParams()
+    assert random_stream(0, "a", seeded) == random_stream(1, "b", seeded)
+    names = [(0, "a"), (1, "a"), (0, "b"), (1, "0 a"), (10, "a")]
+    streams = {random_stream(engine_seed, req_id, unseeded) for engine_seed, req_id in names}
+    streams |= {random_stream(0, "a", SamplingParams(seed=seed)) for seed in (7, -7, 0, 2**80)}
+    assert len(streams) == len(names) + 4
+    assert all(0 <= stream < 2**64 for stream in streams)
+    assert random_stream(0, "\ud800", unseeded) == random_stream(0, "\ud800", unseeded)
+
+
+def test_noise_stays_what_it_is() -> None:
+    """A run can be repeated with a later version: these numbers do not change."""
+    torch.testing.assert_close(
+        exponential_noise([(0, 0), (2**64 - 1, 3)], 4),
+        torch.tensor(
+            [
+                [0.38203463, 0.092489585, 0.38308764, 0.49724182],
+                [0.08235222, 0.32580706, 0.38749582, 1.1365104],
+            ]
+        ),
+        rtol=1e-6,
+        atol=0,
+    )
+
+
+def test_noise_is_exponential_and_its_rows_are_independent() -> None:
+    """Distribution over tokens, over indices and over streams; neighbours of any kind are uncorrelated."""
+    by_index = exponential_noise([(5, index) for index in range(400)], 500)
+    by_stream = exponential_noise([(stream, 5) for stream in range(400)], 500)
+    for noise in (by_index, by_stream):
+        assert kstest(noise.flatten().numpy(), "expon").pvalue > 0.01
+        assert kstest(noise[:, 17].numpy(), "expon").pvalue > 0.01
+        centred = noise - 1
+        for neighbours in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
+            assert abs(float(neighbours.mean())) < 4 / math.sqrt(neighbours.numel())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_probabilities(temperature: float) -> None:
+    """Over 2,000 places of one stream."""
+    logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, 0.25])
+    rows = [row(stream=11, temperature=temperature, outputs=[0] * index) for index in range(2000)]
+    counts = np.bincount(tokens(logits.expand(2000, -1), rows), minlength=6)
+    expected = (logits.double() / temperature).softmax(dim=0).numpy() * 2000
+    assert chisquare(counts, expected).pvalue > 0.01
+
+
+def test_restricted_draws_follow_the_probabilities_that_remain() -> None:
+    """Over 2,000 streams."""
+    counts = np.bincount(draws(HALF_THREE_TENTHS, times=2000, top_k=3), minlength=4)
+    assert counts[3] == 0
+    assert chisquare(counts[:3], np.array([0.5, 0.3, 0.15]) / 0.95 * 2000).pvalue > 0.01
+
+
+def test_one_draw_says_nothing_about_the_next() -> None:
+    """Neither of the same stream, nor of another one in the same place."""
+    logits = torch.zeros(2000, 4)
+    first, second = (
+        np.array(tokens(logits, [row(stream=stream, outputs=[0] * i) for i in range(2000)]))
+        for stream in (1, 2)
+    )
+    for left, right in ((first[1:], first[:-1]), (first, second)):
+        table = np.bincount(left * 4 + right, minlength=16).reshape(4, 4)
+        assert contingency.chi2_contingency(table).pvalue > 0.01
+
+
+def test_tokens_of_hardly_any_probability_are_not_drawn() -> None:
+    """Noise rounded to 0 for one token in ten million would draw one of 50,000 such tokens every few hundred times."""
+    logits = torch.full((1, 50_000), -30.0)
+    logits[0, 123] = 0.0
+    assert set(draws(logits, times=200)) == {123}
+    assert float(exponential_noise([(stream, 0) for stream in range(200)], 50_000).min()) > 0
+
+
+def test_the_sampler_keeps_no_state() -> None:
+    """The same call gives the same answer, before and after others."""
+    sampler, logits = Sampler([EOS]), torch.zeros(8, 1000)
+    rows = [row(stream=stream) for stream in range(8)]
+    first = sampler.sample(logits, rows).token_ids.tolist()
+    sampler.sample(logits, [row(stream=99)] * 8)
+    assert sampler.sample(logits, rows).token_ids.tolist() == first
+    assert len(set(first)) > 1
