@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,9 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import LlamaConfig
+
+from servetwin.executor.converted_folder import write_folder
+from servetwin.executor.rope import halves_from_neighbours
 
 FloatArray = npt.NDArray[np.float32]
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -37,34 +38,7 @@ def convert(out: Path, language: str = "en") -> Path:
     """
     if language not in glassllm.LANGUAGES:
         raise ValueError(f"language must be one of {', '.join(sorted(glassllm.LANGUAGES))}, got {language!r}")
-    if _is_complete(out):
-        return out
-    if out.exists():
-        raise ValueError(
-            f"{str(out)!r} exists and is not a converted model: remove it or choose another folder"
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        _write(temporary, language)
-        _move_into_place(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return out
-
-
-def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in FILES)
-
-
-def _move_into_place(temporary: Path, out: Path) -> None:
-    temporary.chmod(0o755)
-    try:
-        temporary.rename(out)
-    except OSError:
-        # Somebody else may have converted the same model meanwhile.
-        if not _is_complete(out):
-            raise
+    return write_folder(out, FILES, lambda folder: _write(folder, language))
 
 
 def _write(folder: Path, language: str) -> None:
@@ -111,8 +85,8 @@ def _layer_weights(block: Any, cfg: glassllm.Config) -> dict[str, FloatArray]:
     attention, mlp = block.attn, block.ffn
     return {
         "input_layernorm": block.norm1.gamma.data,
-        "self_attn.q_proj": _halves_from_pairs(attention.W_Q.data.T, cfg.n_heads),
-        "self_attn.k_proj": _halves_from_pairs(attention.W_K.data.T, cfg.n_kv_heads),
+        "self_attn.q_proj": halves_from_neighbours(attention.W_Q.data.T, cfg.n_heads),
+        "self_attn.k_proj": halves_from_neighbours(attention.W_K.data.T, cfg.n_kv_heads),
         "self_attn.v_proj": attention.W_V.data.T,
         "self_attn.o_proj": attention.W_O.data.T,
         "post_attention_layernorm": block.norm2.gamma.data,
@@ -120,13 +94,6 @@ def _layer_weights(block: Any, cfg: glassllm.Config) -> dict[str, FloatArray]:
         "mlp.up_proj": mlp.W3.data.T,
         "mlp.down_proj": mlp.W2.data.T,
     }
-
-
-def _halves_from_pairs(weight: FloatArray, num_heads: int) -> FloatArray:
-    """Reorders the rows of each head, 0 1 2 3 4 5 -> 0 2 4 1 3 5; scores q . k do not change."""
-    out_features, in_features = weight.shape
-    pairs = weight.reshape(num_heads, out_features // num_heads // 2, 2, in_features)
-    return pairs.swapaxes(1, 2).reshape(out_features, in_features)
 
 
 # ---------------------------------------------------------------- tokenizer

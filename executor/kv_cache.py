@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-GPU_MEMORY_UTILIZATION = 0.92
-"""Part of a GPU's memory that the engine may use (vLLM's default)."""
 CPU_CACHE_BYTES = 4 * 2**30
 """The cache on a CPU takes at most this much, and at most half of what is available."""
 
@@ -75,22 +73,20 @@ def cpu_cache_bytes() -> int:
     return min(CPU_CACHE_BYTES, available_memory_bytes() // 2)
 
 
-def gpu_cache_bytes(device: torch.device, peak_bytes: int) -> int:
-    """Memory for the cache on a GPU, by vLLM's rule: total x utilisation, less what everything else takes.
-
-    `peak_bytes` is torch's own peak during a profiling forward (weights and activations). What others hold on
-    the device counts against the share too.
-    """
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    outside_torch_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    share_bytes = int(total_bytes * GPU_MEMORY_UTILIZATION)
-    return max(share_bytes - peak_bytes - outside_torch_bytes, 0)
-
-
 def available_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Memory that can be had without swapping; where Linux does not tell, all physical memory."""
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    return read_kilobytes(meminfo, "MemAvailable") if meminfo.is_file() else total_memory_bytes()
+
+
+def total_memory_bytes() -> int:
+    """Physical memory of the machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def read_kilobytes(path: Path, key: str) -> int:
+    """The line `KEY:  123 kB` of a file under /proc, in bytes. KeyError when there is none."""
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise KeyError(f"{path} has no line {key}")

@@ -18,12 +18,13 @@ from transformers.utils import logging as transformers_logging
 
 from servetwin.executor.attention import ATTENTION_NAME
 from servetwin.executor.kv_cache import KVCacheSpec
+from servetwin.executor.rope import default_max_model_len, fix_rope, max_positions, why_unsupported_rope
+from servetwin.executor.supported_models import SUPPORTED_MODEL_TYPES as SUPPORTED_MODEL_TYPES
+from servetwin.executor.supported_models import why_unsupported
 
-SUPPORTED_MODEL_TYPES = ("gemma2", "gemma3_text", "gpt2", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3")
-"""Each is compared with transformers' own forward pass in the tests."""
-REFUSED_ROPE_TYPES = ("dynamic", "longrope")
-"""They look at the longest position of the whole packed batch, and so leak between requests."""
-
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+"""How transformers computes mixtures of experts: every token by its own experts alone, and without branches that
+depend on data, so that it compiles."""
 
 CONFIG_ERRORS = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What transformers raises for a configuration that it cannot use."""
@@ -44,6 +45,8 @@ class LoadedModel:
     """Name of the folder."""
     max_positions: int
     """Longest context that its positions allow, in tokens."""
+    max_model_len: int
+    """Longest context that it is set up for, in tokens."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     """The first one is the end-of-sequence token, the others end a text as well."""
@@ -67,33 +70,57 @@ def load_model(
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: torch.device,
     seed: int = 0,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Loads `folder` (never from the network). `load_format="dummy"`: random weights drawn with `seed`.
 
-    Raises ModelLoadError for a missing or damaged folder, and for a model that is not supported.
+    `max_model_len`: longest context in tokens, which some rope types depend on (None: the model's default).
+    Raises ModelLoadError for a missing or damaged folder, for a model that is not supported, and for a
+    `max_model_len` above its positions.
     """
     config = read_config(folder)
+    name = folder.resolve().name
+    check_max_model_len(max_model_len, config, name)
     torch_dtype = resolve_dtype(dtype, config.dtype, device)
     if load_format == "dummy":
         model = _random_model(folder, config, torch_dtype, device, seed)
     else:
         model = _pretrained_model(folder, config, torch_dtype, device)
-    return describe_model(model, folder.resolve().name)
+    return describe_model(model, name, max_model_len)
 
 
-def describe_model(model: PreTrainedModel, name: str) -> LoadedModel:
-    """Puts a model built elsewhere (with our attention) into evaluation mode and reads off what is needed."""
-    model.train(False)
+def describe_model(model: PreTrainedModel, name: str, max_model_len: int | None = None) -> LoadedModel:
+    """Makes a model built elsewhere (with our attention) ready for serving and reads off what is needed.
+
+    Raises ModelLoadError for a `max_model_len` above its positions.
+    """
     config = model.config
+    max_model_len = check_max_model_len(max_model_len, config, name)
+    model.train(False)
+    fix_rope(model, max_model_len)
+    if hasattr(config, "num_experts"):
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     return LoadedModel(
         model=model,
         name=name,
         max_positions=max_positions(config),
+        max_model_len=max_model_len,
         vocab_size=config.vocab_size,
         eos_token_ids=_eos_token_ids(model),
         kv_cache_spec=kv_cache_spec(config, model.dtype),
         sliding_window=_sliding_window(config),
     )
+
+
+def check_max_model_len(wanted: int | None, config: PretrainedConfig, name: str) -> int:
+    """The longest context in tokens: as wanted, else the model's default. ModelLoadError above its positions."""
+    if wanted is None:
+        return default_max_model_len(config)
+    if wanted > max_positions(config):
+        raise ModelLoadError(
+            f"max_model_len {wanted} is above the {max_positions(config)} positions of model {name!r}"
+        )
+    return wanted
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -109,38 +136,19 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise ModelLoadError(f"{str(path)!r} is not valid JSON: {e}") from e
     if not isinstance(raw, dict):
         raise ModelLoadError(f"{str(path)!r} must hold a JSON object, not {type(raw).__name__}")
-    _check_supported(raw, path)
+    reason = why_unsupported(raw)
+    if reason is not None:
+        raise ModelLoadError(f"{str(path)!r}: {reason}")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except CONFIG_ERRORS as e:
         raise ModelLoadError(
             f"{str(path)!r} is not a usable {raw['model_type']} configuration: {_one_line(e)}"
         ) from e
+    reason = why_unsupported_rope(config)
+    if reason is not None:
+        raise ModelLoadError(f"{str(path)!r}: {reason}")
     return config
-
-
-def _check_supported(raw: dict[str, Any], path: Path) -> None:
-    model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise ModelLoadError(
-            f"{str(path)!r}: model_type {model_type!r} is not supported; "
-            f"supported are {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
-    if raw.get("quantization_config") is not None:
-        raise ModelLoadError(f"{str(path)!r}: quantized weights (quantization_config) are not supported")
-    for rope in _rope_dicts(raw):
-        rope_type = rope.get("rope_type", rope.get("type"))
-        if rope_type in REFUSED_ROPE_TYPES:
-            raise ModelLoadError(
-                f"{str(path)!r}: rope_type {rope_type!r} is not supported: its angles depend on the longest "
-                f"request of the batch (refused: {', '.join(REFUSED_ROPE_TYPES)})"
-            )
-
-
-def _rope_dicts(raw: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rope settings of a raw configuration, old and new spelling, also those of single layer types."""
-    found = [raw[key] for key in ("rope_parameters", "rope_scaling") if isinstance(raw.get(key), dict)]
-    return found + [inner for outer in found for inner in outer.values() if isinstance(inner, dict)]
 
 
 def resolve_dtype(
@@ -172,7 +180,11 @@ def _random_model(
         # Any: transformers' automatic classes have no complete type information.
         auto: Any = AutoModelForCausalLM
         try:
-            model: PreTrainedModel = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            model: PreTrainedModel = auto.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+            )
         except CONFIG_ERRORS as e:
             raise ModelLoadError(f"cannot build the model in {str(folder)!r}: {_one_line(e)}") from e
     return model
@@ -235,15 +247,6 @@ def kv_cache_spec(config: PretrainedConfig, dtype: torch.dtype) -> KVCacheSpec:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
         dtype=dtype,
     )
-
-
-def max_positions(config: PretrainedConfig) -> int:
-    """Longest context in tokens, by vLLM's rule: `linear` and `yarn` rope multiply the positions."""
-    positions = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in ("linear", "yarn"):
-        return positions
-    return int(rope.get("original_max_position_embeddings", positions) * rope.get("factor", 1))
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

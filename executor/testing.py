@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from servetwin.executor import kv_cache
 from servetwin.executor.attention import ATTENTION_NAME
+from servetwin.executor.attention_metadata import AttentionMetadata
 from servetwin.executor.block_table import cdiv
+from servetwin.executor.forward_context import ForwardContext
+from servetwin.executor.model_loader import LoadedModel
+from servetwin.executor.packed_model import PackedModel
 from servetwin.sim.contract import (
     CachedRequestData,
     ModelRunnerOutput,
@@ -50,10 +55,17 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA_LIKE,
     "qwen2": _LLAMA_LIKE,
     "qwen3": {**_LLAMA_LIKE, "head_dim": 16},
+    "qwen3_moe": {
+        **_LLAMA_LIKE,
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+    },
     "mistral": {**_LLAMA_LIKE, "sliding_window": 7},
     "phi3": _LLAMA_LIKE,
     "gemma2": {**_GEMMA_LIKE, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
-    "gemma3_text": _GEMMA_LIKE,
+    "gemma3_text": {**_GEMMA_LIKE, "layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {
         "vocab_size": TINY_VOCAB_SIZE,
         "n_embd": 64,
@@ -74,11 +86,29 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """Smallest useful configuration of every supported model type; windows are a few tokens wide."""
+TINY_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-6-3-heads": (
+        "llama",
+        {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 24},
+    ),
+    "qwen3-5-1-heads": (
+        "qwen3",
+        {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 24},
+    ),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "opt-projected": ("opt", {"word_embed_proj_dim": 48, "do_layer_norm_before": False}),
+    "gpt2-layer-scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+}
+"""Shapes and options off the usual: name -> (model type, what differs from its tiny configuration)."""
 
 
-def tiny_model(model_type: str, *, attention: str = ATTENTION_NAME, **overrides: Any) -> PreTrainedModel:
-    """A random float32 model of about 100,000 weights, the same for every `attention`."""
-    config = AutoConfig.for_model(model_type, **{**TINY_CONFIGS[model_type], **overrides})
+def tiny_model(name: str, *, attention: str = ATTENTION_NAME, **overrides: Any) -> PreTrainedModel:
+    """A random float32 model of about 100,000 weights, the same for every `attention`.
+
+    `name` is one of TINY_CONFIGS or of TINY_VARIANTS.
+    """
+    model_type, variant = TINY_VARIANTS.get(name, (name, {}))
+    config = AutoConfig.for_model(model_type, **{**TINY_CONFIGS[model_type], **variant, **overrides})
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
@@ -107,6 +137,45 @@ def reference_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.
     inputs = torch.tensor([list(token_ids)], device=model.device)
     logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits[0]
     return logits.cpu()
+
+
+class TeacherForced:
+    """Feeds given sequences to a packed model, so many tokens at a time: a batch without scheduler and sampler.
+
+    Every sequence has its own blocks of the cache from the beginning. What was never written is NaN.
+    """
+
+    def __init__(self, loaded: LoadedModel, sequences: Sequence[Sequence[int]], block_size: int = 4) -> None:
+        width = cdiv(max(map(len, sequences)), block_size)
+        self.sequences = sequences
+        self.num_computed_tokens = [0] * len(sequences)
+        self.caches = kv_cache.allocate(
+            loaded.kv_cache_spec, 1 + width * len(sequences), block_size, loaded.device
+        )
+        for cache in self.caches:
+            cache.key.fill_(torch.nan)
+            cache.value.fill_(torch.nan)
+        self.block_table = 1 + torch.arange(width * len(sequences)).view(-1, width)
+        self.block_size = block_size
+
+    def step(self, model: PackedModel, counts: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """The next `counts[i]` tokens of each sequence i, packed in this order: logits of each of them."""
+        starts = {i: self.num_computed_tokens[i] for i in counts}
+        for i, count in counts.items():
+            self.num_computed_tokens[i] += count
+        positions = torch.cat([torch.arange(starts[i], self.num_computed_tokens[i]) for i in counts])
+        rows = torch.tensor(list(counts)).repeat_interleave(torch.tensor(list(counts.values())))
+        blocks = self.block_table[rows, positions // self.block_size]
+        metadata = AttentionMetadata(
+            query_start_loc=torch.tensor([0, *counts.values()]).cumsum(0).int(),
+            seq_lens=torch.tensor([self.num_computed_tokens[i] for i in counts]).int(),
+            block_table=self.block_table[list(counts)].int(),
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+        )
+        token_ids = [t for i in counts for t in self.sequences[i][starts[i] : self.num_computed_tokens[i]]]
+        context = ForwardContext(metadata, self.caches)
+        logits = model.forward(torch.tensor(token_ids), positions, torch.arange(len(token_ids)), context)
+        return {i: logits[rows == i] for i in counts}
 
 
 @dataclass(slots=True)

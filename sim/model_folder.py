@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from servetwin.sim.config import ModelConfig
+from servetwin.sim.context_limit import default_max_model_len, max_positions
 
 
 class ModelFolderError(ValueError):
@@ -22,9 +23,11 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
         raise ModelFolderError(
             f"{folder / 'config.json'}: max_position_embeddings is missing or no positive number"
         )
-    if max_model_len is not None and max_model_len > limit:
+    rope = _rope(text)
+    most = max_positions(limit, rope)
+    if max_model_len is not None and max_model_len > most:
         raise ModelFolderError(
-            f"max_model_len {max_model_len} is above the model's max_position_embeddings {limit} ({folder})"
+            f"max_model_len {max_model_len} is above the {most} positions that the model allows ({folder})"
         )
     vocab_size = text.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -33,11 +36,18 @@ def read_model_config(folder: Path, max_model_len: int | None = None) -> ModelCo
     eos_ids = [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
     return ModelConfig(
         name=folder.resolve().name,
-        max_model_len=max_model_len or limit,
+        max_model_len=max_model_len or default_max_model_len(limit, rope),
         vocab_size=vocab_size,
         eos_token_id=eos_ids[0] if eos_ids else None,
         extra_eos_token_ids=tuple(eos_ids[1:]),
     )
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    """The rope settings, in the new spelling or the old one, which keeps one of them beside the others."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    original = text.get("original_max_position_embeddings")
+    return {"original_max_position_embeddings": original, **rope} if rope and original else rope
 
 
 def _read(path: Path) -> dict[str, Any]:

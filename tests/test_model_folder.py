@@ -43,9 +43,7 @@ def test_a_configuration_without_the_numbers_is_refused(
 
 
 def test_the_limit_can_be_lowered_only(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelFolderError, match="max_model_len 513 is above the model's max_position_embeddings 512"
-    ):
+    with pytest.raises(ModelFolderError, match="max_model_len 513 is above the 512 positions"):
         read_model_config(folder(tmp_path), 513)
 
 
@@ -56,3 +54,41 @@ def test_further_eos_tokens_stop_whoever_does_not_ignore_eos(ignore_eos: bool, s
     config = RunConfig(engine=EngineConfig(model=model), executor="torch", ignore_eos=ignore_eos)
     spec = RequestSpec(request_id="a", arrival_s=0, prompt_tokens=1, output_tokens=4, stop_token_ids=(5,))
     assert sampling_of(config)(spec).stop_token_ids == stops
+
+
+@pytest.mark.parametrize(
+    ("rope", "default", "most"),
+    [
+        ({}, 512, 512),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 1024, 1024),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 2048, 2048),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 256,
+                }
+            },
+            1024,
+            1024,
+        ),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 512, 512),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}, "original_max_position_embeddings": 128},
+            128,
+            512,
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, 512, 512),
+    ],
+)
+def test_the_rope_type_says_how_far_the_positions_reach(
+    rope: dict[str, object], default: int, most: int, tmp_path: Path
+) -> None:
+    """vLLM's rule: linear, dynamic and yarn stretch the context; longrope starts at its original length."""
+    data = {"max_position_embeddings": 512, "vocab_size": 100, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert read_model_config(tmp_path).max_model_len == default
+    assert read_model_config(tmp_path, most).max_model_len == most
+    with pytest.raises(ModelFolderError, match=f"above the {most} positions"):
+        read_model_config(tmp_path, most + 1)
