@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from servetwin.executor.llm_engine import LLMEngine as LLMEngine
     from servetwin.executor.outputs import CompletionOutput as CompletionOutput
     from servetwin.executor.outputs import RequestOutput as RequestOutput
+    from servetwin.sim.contract import EngineDeadError as EngineDeadError
     from servetwin.sim.contract import RequestOutputKind as RequestOutputKind
     from servetwin.sim.contract import SamplingParams as SamplingParams
 
@@ -24,6 +25,7 @@ _HOMES = {
     "EngineArgs": "servetwin.executor.engine_args",
     "RequestOutput": "servetwin.executor.outputs",
     "CompletionOutput": "servetwin.executor.outputs",
+    "EngineDeadError": "servetwin.sim.contract",
     "SamplingParams": "servetwin.sim.contract",
     "RequestOutputKind": "servetwin.sim.contract",
 }

@@ -14,6 +14,7 @@ from cyclopts import App, CycloptsError
 
 from servetwin.sim.commands.errors import PolicyFailedError
 from servetwin.sim.commands.help_layout import help_formatter
+from servetwin.sim.contract import EngineDeadError
 
 COMMANDS = {
     "demo": "Run a small trained model on a shipped workload: the whole loop in one command.",
@@ -61,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     except ValueError as e:
         # Every refusal of input is a ValueError with a message for the person who typed the command.
         return _complain(str(e), 2)
-    except (OSError, PolicyFailedError) as e:
+    except (OSError, PolicyFailedError, EngineDeadError) as e:
         return _complain(str(e), 1)
     return int(code or 0)
 

@@ -104,6 +104,8 @@ class SamplingParams:
     def _check_lengths(self) -> None:
         if self.n < 1:
             raise ValueError(f"n must be 1 or more, got {self.n}")
+        if self.n > 1 and self.greedy:
+            raise ValueError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}")
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens must be 0 or more, got {self.min_tokens}")
         if self.max_tokens is not None:
@@ -324,6 +326,10 @@ class StepTimer(Protocol):
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Called once per plan, in order. An empty plan (0 tokens) only drops finished requests and takes 0 ns."""
         ...
+
+
+class EngineDeadError(RuntimeError):
+    """The engine core failed, its process died, or it was shut down; nothing more will come of it."""
 
 
 # ---------------------------------------------------------------- JSON

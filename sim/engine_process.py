@@ -99,7 +99,7 @@ class EngineProcess:
                 yield self._wait_until(min([arrival, *islice(self._cache_resets, 1)]))
                 continue
             if frame is not None:
-                if _is_idle(frame) and not self._runs_something():
+                if frame.is_idle and not self._runs_something():
                     # Empty steps before it would keep this instant going round for ever.
                     while self._submitted:
                         yield from self._complete()
@@ -280,10 +280,3 @@ class _Arrivals:
         if spec is not None:
             self._count += 1
             heapq.heappush(self._ahead, (seconds_to_ns(spec.arrival_s), self._count, spec))
-
-
-def _is_idle(frame: Frame) -> bool:
-    """Nothing scheduled and nothing to tell the worker: such a step would not move anything."""
-    return (
-        not frame.plan.num_scheduled_tokens and not frame.plan.finished_req_ids and not frame.record.preempted
-    )

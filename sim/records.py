@@ -128,6 +128,12 @@ class Frame:
     gone: set[str] = field(default_factory=set)
     """Requests of the plan that ended while it was in flight."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing scheduled and nothing to tell the worker: running such a step would not move anything."""
+        plan = self.plan
+        return not plan.num_scheduled_tokens and not plan.finished_req_ids and not self.record.preempted
+
 
 class Finish(NamedTuple):
     """How a request ended."""
