@@ -25,16 +25,24 @@ class BlockTable:
         self.block_size = block_size
         self.max_blocks = cdiv(max_model_len, block_size)
         self.table: npt.NDArray[np.int32] = np.zeros((max_num_reqs, self.max_blocks), dtype=np.int32)
-        self.num_blocks: npt.NDArray[np.int32] = np.zeros(max_num_reqs, dtype=np.int32)
+        self.num_blocks: npt.NDArray[np.int64] = np.zeros(max_num_reqs, dtype=np.int64)
 
     def append(self, row: int, block_ids: BlockIds) -> None:
         """Adds blocks behind those that the row already holds."""
         start = int(self.num_blocks[row])
         end = start + len(block_ids)
         if end > self.max_blocks:
-            raise ValueError(f"block table row {row} would hold {end} blocks, allowed are {self.max_blocks}")
+            raise self._too_long(row, end)
         self.table[row, start:end] = block_ids
         self.num_blocks[row] = end
+
+    def append_one_each(self, rows: npt.NDArray[np.int64], block_ids: BlockIds) -> None:
+        """Adds one block, `[len(rows)]`, to each of different rows."""
+        ends = self.num_blocks[rows]
+        if ends.max() >= self.max_blocks:
+            raise self._too_long(int(rows[ends.argmax()]), self.max_blocks + 1)
+        self.table[rows, ends] = block_ids
+        self.num_blocks[rows] = ends + 1
 
     def replace(self, row: int, block_ids: BlockIds) -> None:
         """Gives the row exactly these blocks."""
@@ -54,11 +62,23 @@ class BlockTable:
         """The row's block ids, `[num_blocks of the row]` (a view)."""
         return self.table[row, : self.num_blocks[row]]
 
+    def of_rows(self, num_rows: int) -> npt.NDArray[np.int32]:
+        """The first rows, `[num_rows, most blocks of any of them]` (a view)."""
+        return self.table[:num_rows, : int(self.num_blocks[:num_rows].max(initial=0))]
+
     def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Cache slot of each token: block id x block_size + offset. All arrays are `[num_tokens]`.
 
         Positions lie inside the blocks of their row. Widened to int64 before the product, which passes
         2**31 in large pools.
         """
-        blocks = self.table[rows, positions // self.block_size].astype(np.int64)
-        return blocks * self.block_size + positions % self.block_size
+        places, offsets = np.divmod(positions, self.block_size)
+        slots = self.table[rows, places].astype(np.int64)
+        slots *= self.block_size
+        slots += offsets
+        return slots
+
+    def _too_long(self, row: int, num_blocks: int) -> ValueError:
+        return ValueError(
+            f"block table row {row} would hold {num_blocks} blocks, allowed are {self.max_blocks}"
+        )

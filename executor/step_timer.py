@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from servetwin.executor import kv_cache
+from servetwin.executor.compilation import compile_model
 from servetwin.executor.input_batch import InputBatch, build_warm_up_batch
-from servetwin.executor.model_loader import LoadedModel, load_model
+from servetwin.executor.kv_budget import choose_num_blocks
+from servetwin.executor.model_loader import load_model
 from servetwin.executor.model_runner import ModelRunner
-from servetwin.executor.request_state import PlanError
+from servetwin.executor.packed_model import PackedModel
 from servetwin.sim.config import ExecutorOptions, ModelConfig
 from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult
 
@@ -26,7 +27,8 @@ class TorchStepTimer:
     """Runs plans on a model (the `sim.plugins.Executor` protocol).
 
     Times: `prepare_ns` is host time for updating the request states and packing; `device_ns` is forward and
-    sampling, by events on a GPU and by wall time on a CPU. Fetching the tokens belongs to neither.
+    sampling, by events on a GPU and by wall time on a CPU, and then drafting, by wall time. Fetching the tokens belongs
+    to none of them.
     """
 
     def __init__(self, runner: ModelRunner, model_config: ModelConfig, num_gpu_blocks: int) -> None:
@@ -37,27 +39,29 @@ class TorchStepTimer:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Runs one plan; plans come in order. Raises PlanError for one that cannot be run."""
-        if plan.scheduled_spec_decode_tokens:
-            raise PlanError("the plan holds drafts, and this executor verifies none")
         start_ns = time.perf_counter_ns()
         batch = self.runner.prepare(plan)
         if batch is None:
             return StepResult(0, 0, ModelRunnerOutput([], {}, []), "measured")
         prepare_ns = time.perf_counter_ns() - start_ns
-        output, forward_ns, sample_ns = self._run_batch(batch)
-        parts = {"forward_ns": forward_ns, "sample_ns": sample_ns}
-        return StepResult(prepare_ns, forward_ns + sample_ns, output, "measured", parts=parts)
+        output, parts = self._run_batch(batch)
+        start_ns = time.perf_counter_ns()
+        drafts = self.runner.propose_draft_token_ids(output)
+        if drafts is not None:
+            parts["draft_ns"] = time.perf_counter_ns() - start_ns
+        device_ns = sum(parts.values())
+        return StepResult(prepare_ns, device_ns, output, "measured", draft_token_ids=drafts, parts=parts)
 
-    def _run_batch(self, batch: InputBatch) -> tuple[ModelRunnerOutput, int, int]:
+    def _run_batch(self, batch: InputBatch) -> tuple[ModelRunnerOutput, dict[str, int]]:
         clock = self._clock
         clock.mark(0)
         logits = self.runner.forward(batch)
         clock.mark(1)
-        token_ids = self.runner.sample(batch, logits)
+        sampled = self.runner.sample(batch, logits)
         clock.mark(2)
         # Copying the tokens waits for the device, so the marks can be read without another wait.
-        output = self.runner.finish(batch, token_ids)
-        return output, clock.between_ns(0, 1), clock.between_ns(1, 2)
+        output = self.runner.finish(batch, sampled)
+        return output, {"forward_ns": clock.between_ns(0, 1), "sample_ns": clock.between_ns(1, 2)}
 
     def warm_up(self, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         """Runs one prompt and one decode batch outside of any measurement; the cache stays as it is."""
@@ -73,6 +77,7 @@ class TorchStepTimer:
         num_slots = self.num_gpu_blocks * self.runner.states.block_table.block_size
         described = {
             "device": device_name(loaded.device),
+            "device_type": loaded.device.type,
             "threads": torch.get_num_threads(),
             "dtype": str(spec.dtype).removeprefix("torch."),
             "versions": {name: installed_version(name) for name in ("torch", "transformers", "triton")},
@@ -130,22 +135,28 @@ def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
         raise ValueError("executor torch needs a model: give --model FOLDER (a local Hugging Face folder)")
     device = default_device()
     loaded = load_model(
-        options.model, load_format=options.load_format, dtype=options.dtype, device=device, seed=options.seed
+        options.model,
+        load_format=options.load_format,
+        dtype=options.dtype,
+        device=device,
+        seed=options.seed,
+        max_model_len=options.max_model_len,
     )
-    max_model_len = check_max_model_len(options.max_model_len, loaded)
-    num_blocks = choose_num_blocks(options, loaded, max_model_len)
-    kv_cache.check_fits(num_blocks, options.block_size, max_model_len, loaded.kv_cache_spec)
+    model = compile_model(loaded) if options.compile else PackedModel(loaded.model)
+    num_blocks = choose_num_blocks(options, loaded, model)
     runner = ModelRunner(
         loaded,
         num_blocks=num_blocks,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=loaded.max_model_len,
         seed=options.seed,
+        speculative=options.speculative,
+        model=model,
     )
     model_config = ModelConfig(
         name=loaded.name,
-        max_model_len=max_model_len,
+        max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         eos_token_id=loaded.eos_token_ids[0] if loaded.eos_token_ids else None,
         extra_eos_token_ids=loaded.eos_token_ids[1:],
@@ -153,40 +164,6 @@ def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
     executor = TorchStepTimer(runner, model_config, num_blocks)
     executor.warm_up(options.max_num_batched_tokens, options.max_num_seqs)
     return executor
-
-
-def check_max_model_len(wanted: int | None, loaded: LoadedModel) -> int:
-    """The longest context: as wanted, else the model's. ValueError above the model's positions."""
-    if wanted is not None and wanted > loaded.max_positions:
-        raise ValueError(
-            f"max_model_len {wanted} is above the {loaded.max_positions} positions of model {loaded.name!r}"
-        )
-    return wanted or loaded.max_positions
-
-
-def choose_num_blocks(options: ExecutorOptions, loaded: LoadedModel, max_model_len: int) -> int:
-    """Blocks of the cache, the null block included: as given, else by the bytes given or free."""
-    if options.num_gpu_blocks is not None:
-        return options.num_gpu_blocks
-    cache_bytes = options.kv_cache_memory_bytes
-    if cache_bytes is None and loaded.device.type == "cuda":
-        tokens = min(options.max_num_batched_tokens, max_model_len)
-        peak_bytes = profile_peak_bytes(loaded, tokens, options.block_size)
-        cache_bytes = kv_cache.gpu_cache_bytes(loaded.device, peak_bytes)
-    elif cache_bytes is None:
-        cache_bytes = kv_cache.cpu_cache_bytes()
-    return kv_cache.blocks_in(cache_bytes, loaded.kv_cache_spec, options.block_size)
-
-
-def profile_peak_bytes(loaded: LoadedModel, num_tokens: int, block_size: int) -> int:
-    """torch's peak GPU memory over one forward pass of `num_tokens` tokens, weights included."""
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    runner = ModelRunner(
-        loaded, num_blocks=1, block_size=block_size, max_num_seqs=1, max_model_len=num_tokens
-    )
-    runner.forward(build_warm_up_batch([num_tokens], block_size, loaded.device))
-    torch.cuda.synchronize(loaded.device)
-    return torch.cuda.max_memory_allocated(loaded.device)
 
 
 def default_device() -> torch.device:

@@ -150,9 +150,7 @@ class EngineConfig(Config):
         limit = self.model.max_model_len
         room = limit - num_prompt_tokens
         if room < 1:
-            return (
-                f"prompt of {num_prompt_tokens} tokens leaves no room for output: max_model_len is {limit}"
-            )
+            return f"prompt of {num_prompt_tokens} tokens leaves no room for output: max_model_len is {limit}"
         if min_tokens > room and not self.rules.length_outranks_min_tokens:
             return (
                 f"min_tokens {min_tokens} cannot be reached: a prompt of {num_prompt_tokens} tokens leaves {room} of "

@@ -13,6 +13,7 @@ GOLDENS = "test_golden_decisions.py::test_decisions_equal_the_recorded_ones"
 RULE_TESTS = "test_scheduler_rules.py"
 PROCESS = "test_engine_process.py"
 RUNNER = "test_executor_runner.py"
+SPECULATION = "test_executor_speculation.py"
 
 
 @dataclass(frozen=True)
@@ -805,20 +806,83 @@ OTHERS = (
         "a chunk that ends early is sampled",
         0,
         "executor/input_batch.py",
-        "logits_rows = np.flatnonzero(layout.seq_lens == num_tokens)",
-        "logits_rows = np.arange(num_reqs)",
+        "sampling = (layout.seq_lens == states.num_tokens[:num_reqs]).nonzero()[0]",
+        "sampling = np.arange(num_reqs)",
         (
             f"{RUNNER}::test_unscheduled_and_partial_rows_have_no_sampled_token",
-            f"{RUNNER}::test_a_seed_does_not_depend_on_chunking",
+            "test_reports_packing.py::test_29_a_seed_does_not_depend_on_chunking",
         ),
+    ),
+    Mutation(
+        "a token behind a wrong draft is kept",
+        0,
+        "executor/verification.py",
+        "kept: npt.NDArray[np.bool_] = wrong_before == wrong_before[first_of_request]",
+        "kept: npt.NDArray[np.bool_] = wrong_before <= wrong_before[first_of_request] + 1",
+        (
+            "test_ngram_proposer.py::test_drafts_are_kept_up_to_the_first_wrong_one",
+            f"{SPECULATION}::test_right_drafts_save_steps_and_wrong_ones_cost_nothing",
+        ),
+    ),
+    Mutation(
+        "drafts become known tokens before they are verified",
+        0,
+        "executor/request_state.py",
+        "            self.num_draft_tokens[row] = len(token_ids)\n",
+        "            self.num_draft_tokens[row] = len(token_ids)\n            self.num_tokens[row] = end\n",
+        (f"{SPECULATION}::test_a_batch_of_drafts_decodes_and_chunks",),
+    ),
+    Mutation(
+        "the drafts before a place do not count as outputs there",
+        0,
+        "executor/request_state.py",
+        "state.num_prompt_tokens, self.num_tokens[row] + num_drafts",
+        "state.num_prompt_tokens, self.num_tokens[row]",
+        (f"{SPECULATION}::test_right_drafts_save_steps_and_wrong_ones_cost_nothing",),
+    ),
+    Mutation(
+        "the latest match is drafted from",
+        0,
+        "executor/ngram_proposer.py",
+        "return int(ends[0]) if",
+        "return int(ends[-1]) if",
+        ("test_ngram_proposer.py::test_what_stood_behind_the_earliest_longest_match_is_proposed",),
+    ),
+    Mutation(
+        "blocks that are to be cleared are not",
+        0,
+        "executor/model_runner.py",
+        "if batch.block_ids_to_zero is not None:",
+        "if False:",
+        ("test_reports_packing.py::test_19_only_new_blocks_are_cleared_and_each_once",),
+    ),
+    Mutation(
+        "a row moves without its number of known tokens",
+        0,
+        "executor/request_state.py",
+        "        self.num_tokens[target] = end\n",
+        "",
+        (
+            "test_reports_packing.py::test_26_rows_that_move_keep_their_requests_apart",
+            "test_reports_packing.py::test_28_every_buffer_travels_with_its_request",
+        ),
+    ),
+    Mutation(
+        "rows are taken for those of the last plan whatever their order",
+        0,
+        "executor/request_state.py",
+        "            and cached.req_ids == self._plan_ids\n"
+        "            and list(plan.num_scheduled_tokens) == self._plan_ids\n",
+        "            and len(cached.req_ids) == len(self._plan_ids)\n",
+        ("test_reports_packing.py::test_27_rows_and_plan_in_different_orders_with_unequal_counts",),
     ),
     Mutation(
         "the sampler does not know min_tokens",
         0,
-        "executor/sampler.py",
-        "if row.num_output_tokens < row.params.min_tokens",
-        "if False",
-        ("test_executor_sampler.py::test_min_tokens_holds_back_every_token_that_could_end_the_request",),
+        "executor/constraints.py",
+        "if row.num_output_tokens < row.params.min_tokens\n",
+        "if False\n",
+        ("test_reports_sampler.py::test_40_min_tokens_hold_back_every_token_that_could_end_the_request",),
     ),
 )
 

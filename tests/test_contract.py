@@ -103,6 +103,7 @@ def test_sampling_values_outside_their_range_raise(field: str, value: float) -> 
         ({"logit_bias": {7: float("inf")}}, "logit_bias must hold finite numbers, got inf for token 7"),
         ({"bad_words": [""]}, "bad_words must not hold an empty word"),
         ({"bad_words_token_ids": [[]]}, "bad_words must not hold an empty word"),
+        ({"n": 2, "temperature": 0.0}, "n must be 1 with greedy sampling"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens 4 is above max_tokens 3"),
     ],
 )

@@ -106,6 +106,45 @@ def test_equal_tokens_behind_another_prefix_are_refused(engine: Engine) -> None:
         engine.step({"b": 1}, hits={"b": [5, 2]})
 
 
+def test_a_hit_on_a_block_that_was_cleared_is_refused(engine: Engine) -> None:
+    """Zeros are not the K/V of these tokens, though they once lay there."""
+    engine.step({"a": 13})
+    engine.plans.add("x", range(40, 42))
+    plan = engine.plans.plan({"x": 2})
+    plan.new_block_ids_to_zero = [2]
+    engine.plans.take(engine.runner.execute_model(plan))
+    engine.plans.add("b", [*PROMPT[:8], 99])
+    with pytest.raises(UnwrittenKVError, match=r"position 4 \(block 2\)"):
+        engine.step({"b": 1}, hits={"b": [1, 2]})
+
+
+def verify_wrong_drafts(engine: Engine) -> None:
+    """Fills block 4 of a request with 13 + 1 known tokens with two wrong drafts; a token follows the 14."""
+    engine.step({"a": 13})
+    draft = (engine.plans.output_of("a")[0] + 1) % 160
+    plan = engine.plans.plan({"a": 3})
+    plan.scheduled_spec_decode_tokens = {"a": [draft, draft]}
+    engine.plans.take(engine.runner.execute_model(plan))
+    request = engine.plans.requests["a"]
+    assert len(request.token_ids) == 15
+    request.num_computed_tokens = 14
+
+
+def test_a_hit_on_rejected_drafts_is_refused(engine: Engine) -> None:
+    verify_wrong_drafts(engine)
+    engine.plans.add("b", [*engine.plans.requests["a"].token_ids, 98, 99])
+    with pytest.raises(UnwrittenKVError, match=r"position 14 \(block 4\)"):
+        engine.step({"b": 1}, hits={"b": [1, 2, 3, 4]})
+
+
+def test_what_is_written_over_rejected_drafts_can_be_hit(engine: Engine) -> None:
+    verify_wrong_drafts(engine)
+    engine.step({"a": 1})
+    engine.step({"a": 1})
+    engine.plans.preempt("a")
+    engine.step({"a": 1}, hits={"a": [1, 2, 3, 4]})
+
+
 def s17(rules: Rules) -> tuple[EngineConfig, list[Arrival]]:
     """The recorded scenario in which a victim leaves blocks that no step computes."""
     config = EngineConfig(

@@ -70,6 +70,29 @@ def test_a_step_has_its_parts(folder: Path) -> None:
     assert [len(tokens) for tokens in result.output.sampled_token_ids] == [0, 1]
 
 
+def test_drafting_is_a_part_of_the_step(folder: Path) -> None:
+    """The drafts come with the result, and their time is device time; without a drafter there is neither."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 1}
+    executor = build(folder, speculative=speculative)
+    plans = PlanWriter(4, 20)
+    plans.add("a", [5, 6, 7, 8] * 3)
+    plans.add("b", range(30, 50))
+    result = executor.run(plans.plan({"a": 12, "b": 8}))
+    assert result.draft_token_ids is not None
+    assert result.draft_token_ids.req_ids == ["a"]
+    parts = result.parts
+    assert result.device_ns == parts["forward_ns"] + parts["sample_ns"] + parts["draft_ns"]
+    assert parts["draft_ns"] > 0
+    plain = build(folder).run(some_plans()[0])
+    assert plain.draft_token_ids is None
+    assert "draft_ns" not in plain.parts
+
+
+def test_a_method_that_it_cannot_draft_with_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="method 'eagle' needs a model that drafts"):
+        build(folder, speculative={"method": "eagle", "num_speculative_tokens": 2})
+
+
 def test_an_empty_plan_takes_no_time(folder: Path) -> None:
     result = build(folder).run(PlanWriter(4, 20).plan({}))
     assert (result.prepare_ns, result.device_ns, result.output.req_ids) == (0, 0, [])

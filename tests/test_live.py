@@ -203,7 +203,7 @@ def long_run(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str
     yield process, out
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def child_of(process: subprocess.Popen[str]) -> psutil.Process:
