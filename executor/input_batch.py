@@ -89,6 +89,8 @@ class PackedTokens:
     """A step's tokens on the host, and the slots that their K/V goes to."""
 
     layout: TokenLayout
+    num_left: Int64Array
+    """[num_reqs]: known tokens and drafts of each row that stay uncomputed after this step."""
     token_ids: npt.NDArray[np.int32]
     """[num_tokens]"""
     slots: Int64Array
@@ -98,40 +100,55 @@ class PackedTokens:
 def lay_out(num_scheduled_tokens: Int64Array, num_computed_tokens: Int64Array) -> TokenLayout:
     """Packs `num_scheduled_tokens[i]` tokens of each row i, from position `num_computed_tokens[i]` on."""
     num_reqs = len(num_scheduled_tokens)
-    seq_lens = num_computed_tokens + num_scheduled_tokens
     query_start_loc = np.zeros(num_reqs + 1, dtype=np.int64)
     num_scheduled_tokens.cumsum(out=query_start_loc[1:])
-    rows = np.arange(num_reqs)
-    if query_start_loc[-1] == num_reqs:
-        # One token each: nearly all steps of a busy engine are such.
-        return TokenLayout(rows, seq_lens - 1, query_start_loc, seq_lens)
-    rows = rows.repeat(num_scheduled_tokens)
+    rows = np.arange(num_reqs).repeat(num_scheduled_tokens)
     offsets = np.arange(len(rows)) - query_start_loc[rows]
-    return TokenLayout(rows, num_computed_tokens[rows] + offsets, query_start_loc, seq_lens)
+    return TokenLayout(
+        rows=rows,
+        positions=num_computed_tokens[rows] + offsets,
+        query_start_loc=query_start_loc,
+        seq_lens=num_computed_tokens + num_scheduled_tokens,
+    )
+
+
+def lay_out_rows(states: RequestStates) -> TokenLayout:
+    """The scheduled tokens of every row, in row order."""
+    num_reqs = len(states.rows)
+    computed = states.num_computed_tokens[:num_reqs]
+    if not states.one_token_each:
+        return lay_out(states.num_scheduled_tokens, computed)
+    counting = states.counting
+    return TokenLayout(counting[:num_reqs], computed, counting[: num_reqs + 1], computed + 1)
 
 
 def pack_rows(states: RequestStates) -> PackedTokens:
-    """The scheduled tokens of every row, in row order. PlanError when a token or its block is unknown."""
-    layout = lay_out(states.num_scheduled_tokens, states.num_computed_tokens[: len(states.rows)])
-    _check(states, layout)
-    token_ids = states.token_ids[layout.rows, layout.positions]
-    return PackedTokens(layout, token_ids, states.block_table.slots(layout.rows, layout.positions))
+    """The tokens of the current step. PlanError when one of them, or its block, is unknown."""
+    layout = lay_out_rows(states)
+    num_left = _count_left(states, layout)
+    slots = states.block_table.slots(layout.rows, layout.positions)
+    if slots.min() < states.block_table.block_size:
+        # Unused entries of a table lead to the null block.
+        row = layout.rows[slots.argmin()]
+        covered = states.block_table.num_blocks[row] * states.block_table.block_size
+        raise _beyond(states, layout, row, f"{covered} are covered by its blocks")
+    return PackedTokens(layout, num_left, states.token_ids[layout.rows, layout.positions], slots)
 
 
-def lay_out_logits(states: RequestStates, layout: TokenLayout) -> LogitsLayout:
-    """The rows of logits of a step: behind the last known token of each row that reaches it, and behind its drafts."""
-    num_reqs = len(states.rows)
+def lay_out_logits(states: RequestStates, packed: PackedTokens) -> LogitsLayout:
+    """The rows of logits of a step: behind the last known token of each row that reaches it, and behind its drafts.
+
+    A chunk that stops short of the last known token has nothing to predict yet.
+    """
+    layout = packed.layout
+    sampling = (packed.num_left == 0).nonzero()[0]
+    ends = layout.query_start_loc[1:][sampling]
     if not states.has_drafts:
-        # A chunk that stops short of the last known token has nothing to predict yet.
-        sampling = (layout.seq_lens == states.num_tokens[:num_reqs]).nonzero()[0]
-        indices = sampling if len(layout.rows) == num_reqs else layout.query_start_loc[sampling + 1] - 1
-        return LogitsLayout(sampling, np.zeros(len(sampling), dtype=np.int64), indices)
-    num_drafts = states.num_draft_tokens[:num_reqs]
-    sampling = np.flatnonzero(layout.seq_lens == states.num_tokens[:num_reqs] + num_drafts)
-    counts = num_drafts[sampling] + 1
-    first = layout.query_start_loc[1:][sampling] - counts
-    spread = lay_out(counts, first)
-    return LogitsLayout(sampling[spread.rows], spread.positions - first[spread.rows], spread.positions)
+        return LogitsLayout(sampling, np.zeros(len(sampling), dtype=np.int64), ends - 1)
+    counts = states.num_draft_tokens[sampling] + 1
+    spread = lay_out(counts, ends - counts)
+    num_drafts_before = spread.positions - (ends - counts)[spread.rows]
+    return LogitsLayout(sampling[spread.rows], num_drafts_before, spread.positions)
 
 
 def build_input_batch(
@@ -139,7 +156,7 @@ def build_input_batch(
 ) -> InputBatch:
     """The tensors of the step that `pack_rows` packed."""
     device, layout = states.device, packed.layout
-    logits = lay_out_logits(states, layout)
+    logits = lay_out_logits(states, packed)
     zeroed = _tensor(np.array(block_ids_to_zero), np.int64, device) if block_ids_to_zero else None
     return InputBatch(
         req_ids=states.req_ids,
@@ -185,30 +202,28 @@ def _next_draft_ids(token_ids: npt.NDArray[np.int32], logits: LogitsLayout) -> I
     return next_ids
 
 
-def _check(states: RequestStates, layout: TokenLayout) -> None:
-    num_reqs = len(layout.seq_lens)
-    known = states.num_tokens[:num_reqs]
+def _count_left(states: RequestStates, layout: TokenLayout) -> Int64Array:
+    """`PackedTokens.num_left`. PlanError when it is negative, or when a row with drafts has any left."""
+    num_reqs = len(states.rows)
+    num_left: Int64Array = states.num_tokens[:num_reqs] - layout.seq_lens
     if states.has_drafts:
-        known = known + states.num_draft_tokens[:num_reqs]
-        _check_drafts(states, layout, known)
-    capacity = states.block_table.num_blocks[:num_reqs] * states.block_table.block_size
-    if (layout.seq_lens <= np.minimum(known, capacity)).all():
-        return
-    for limit, what in ((known, "known"), (capacity, "covered by its blocks")):
-        for row in np.flatnonzero(layout.seq_lens > limit):
+        num_left += states.num_draft_tokens[:num_reqs]
+    if num_left.min() < 0:
+        row = num_left.argmin()
+        raise _beyond(states, layout, row, f"{layout.seq_lens[row] + num_left[row]} are known")
+    if states.has_drafts:
+        for row in np.flatnonzero((states.num_draft_tokens[:num_reqs] > 0) & (num_left > 0)):
             raise PlanError(
-                f"request {states.req_ids[row]!r} is scheduled up to token {layout.seq_lens[row]}, "
-                f"but only {limit[row]} are {what}"
+                f"request {states.req_ids[row]!r} is scheduled up to token {layout.seq_lens[row]}, but its "
+                f"{states.num_draft_tokens[row]} drafts reach to {layout.seq_lens[row] + num_left[row]}"
             )
+    return num_left
 
 
-def _check_drafts(states: RequestStates, layout: TokenLayout, known: Int64Array) -> None:
-    num_drafts = states.num_draft_tokens[: len(known)]
-    for row in np.flatnonzero((num_drafts > 0) & (layout.seq_lens < known)):
-        raise PlanError(
-            f"request {states.req_ids[row]!r} is scheduled up to token {layout.seq_lens[row]}, but its "
-            f"{num_drafts[row]} drafts reach to {known[row]}"
-        )
+def _beyond(states: RequestStates, layout: TokenLayout, row: np.integer[Any], limit: str) -> PlanError:
+    return PlanError(
+        f"request {states.req_ids[row]!r} is scheduled up to token {layout.seq_lens[row]}, but only {limit}"
+    )
 
 
 def _tensor(array: npt.NDArray[Any], dtype: type[np.integer[Any]], device: torch.device) -> torch.Tensor:

@@ -95,8 +95,7 @@ class KVLedger:
         return np.cumsum(self._terms(states.token_ids[row, :computed], np.arange(computed)))
 
     def _terms(self, token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> UInt64Array:
-        terms = token_ids.astype(np.uint64)
-        terms += np.uint64(1)
+        terms: UInt64Array = np.add(token_ids, 1, dtype=np.uint64, casting="unsafe")
         terms *= self._powers[positions]
         return terms
 

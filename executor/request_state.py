@@ -69,7 +69,11 @@ class RequestStates:
         self.num_computed_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         """Tokens of each row whose K/V is in the cache before this step."""
         self.num_scheduled_tokens: Int64Array = np.zeros(0, dtype=np.int64)
-        """[num_reqs]: tokens of each row that the current step computes."""
+        """[num_reqs]: tokens of each row that the current step computes, unless it is one of each."""
+        self.one_token_each = False
+        """Nearly all steps of a busy engine are such."""
+        self.counting: Int64Array = np.arange(max_num_seqs + 1)
+        """0, 1, 2, ...: the numbers of the rows, and where their tokens lie when there is one of each."""
         self.has_drafts = False
         """The current step verifies some."""
         self.continued = False
@@ -264,6 +268,9 @@ class RequestStates:
                 self.block_table.append(row, block_ids)
 
     def _take_counts(self, scheduled: dict[str, int]) -> None:
+        self.one_token_each = set(scheduled.values()) == {1}
+        if self.one_token_each:
+            return
         counts = np.empty(len(self.rows), dtype=np.int64)
         counts[self._plan_rows] = np.fromiter(scheduled.values(), np.int64, len(scheduled))
         if counts.min(initial=1) < 1:
