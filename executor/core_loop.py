@@ -272,4 +272,6 @@ def _log_start(config: EngineConfig, described: dict[str, Any], took_s: float) -
     else:
         reason = why_synchronous(config.speculative) or "as asked for"
         logger.info("Asynchronous scheduling is disabled (%s).", reason)
+    if note := described.get("note"):
+        logger.warning("Note: %s", note)
     logger.info("Engine core is ready (took %.2f s)", took_s)

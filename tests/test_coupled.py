@@ -177,3 +177,19 @@ def test_a_token_outside_the_vocabulary_is_refused_and_the_rest_go_on(model: Pat
     log = read_run(tmp_path / "out")
     assert log.requests.finish_reason.tolist() == ["length", "refused", "length"]
     assert "prompt token id 5000 is outside" in log.events[log.events.kind == "refused"].reason.item()
+
+
+def test_every_output_of_a_model_with_sliding_windows_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention honours the window, the block accounting does not: on stderr, in run.json and in the summary."""
+    tiny_model("mistral", attention="sdpa").save_pretrained(tmp_path / "model")
+    workload = tmp_path / "w.jsonl"
+    workload.write_text('{"request_id": "a", "arrival_s": 0, "prompt_tokens": 5, "output_tokens": 3}\n')
+    flags = ["--executor", "torch", "--model", str(tmp_path / "model"), "--num-gpu-blocks-override", "40"]
+    flags += ["--max-model-len", "64", "--out", str(tmp_path / "run")]
+    assert run(["run", str(workload), *flags]) == 0
+    assert "note: sliding window of 7 tokens" in capsys.readouterr().err
+    recorded = read_run(tmp_path / "run")
+    assert "block accounting differs" in recorded.header["executor"]["note"]
+    assert "block accounting differs" in recorded.summary["servetwin"]["notes"][0]

@@ -58,6 +58,12 @@ class Engine:
     """Serves on the wall clock."""
     close: Callable[[], None] = lambda: None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where a run with this model differs from the real engine; every output of it says so."""
+        note = self.described.get("note")
+        return (note,) if note else ()
+
 
 def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, seed: int) -> Engine:
     """The engine that the flags name. Raises UsageError (or another ValueError with a message for its user)."""

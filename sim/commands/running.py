@@ -152,6 +152,8 @@ def _announce(workload: ListWorkload, engine: Engine) -> None:
         say("note: think_time_s is kept but not acted on: every request is sent at its arrival_s (open loop)")
     for text in _without_effect(workload, engine.config.scheduler.policy):
         say(f"note: {text}")
+    for text in engine.notes:
+        say(f"note: {text}")
     for text in engine.assumed:
         say(f"assumed: {text}")
     say(f"engine: {_engine_line(engine.config)}")
@@ -314,6 +316,7 @@ class _Recorder:
         self._metric_defs = flags.metric_defs
         self._save_plans = flags.save_plans
         self._cache_resets_s = flags.reset_prefix_cache_at
+        self._notes = engine.notes
         self._fingerprint = hashlib.sha256()
         self.summary: dict[str, Any] = {}
         self.writer: RunWriter | None = None
@@ -364,6 +367,8 @@ class _Recorder:
     def _end(self, reason: str | None) -> None:
         log: Tables = read_run(self.writer.path) if self.writer is not None else self._memory()
         self.summary = summarize(log, self._metric_defs)
+        if self._notes:
+            self.summary["servetwin"]["notes"] = list(self._notes)
         _say_refusals(log)
         _say_cache_resets(log, self._cache_resets_s)
         if self.writer is None:
