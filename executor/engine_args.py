@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from servetwin.sim.config import EngineConfig, ExecutorOptions, ModelConfig, SpeculativeConfig
 from servetwin.sim.engine_options import (
@@ -14,7 +17,7 @@ from servetwin.sim.engine_options import (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class EngineArgs(EngineOptions):
     """Arguments of `LLM` and `LLMEngine.from_engine_args`. One that is not here raises TypeError with its name."""
 
@@ -22,7 +25,7 @@ class EngineArgs(EngineOptions):
     """Folder of the tokenizer (default: the model's)."""
     skip_tokenizer_init: bool = False
     """Work with token ids only."""
-    max_logprobs: int = 20
+    max_logprobs: Annotated[int, Field(ge=-1)] = 20
     """Most log probabilities that a request may ask for; -1: no limit."""
 
     def __post_init__(self) -> None:

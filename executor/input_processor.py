@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from servetwin.executor.parallel_sampling import ParentRequest
+from servetwin.sim import sampling_values as values
 from servetwin.sim.config import EngineConfig, ModelConfig
 from servetwin.sim.contract import SamplingParams
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 PromptType: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or a dict with `prompt` (text) or `prompt_token_ids`, and `cache_salt` if wanted. With both, the
 ids are what the model gets and the text is only given back."""
+MAX_ARRIVAL_TIME = 9e9
+"""Seconds since the epoch, in nanoseconds as a 64-bit number: until the year 2255."""
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -62,14 +65,16 @@ class InputProcessor:
         **options: Unpack[RequestOptions],
     ) -> ParentRequest:
         """The request; it has arrived now unless `arrival_time` (seconds since the epoch) says when."""
+        _check_text("request_id", request_id)
         if not isinstance(params, SamplingParams):
             raise ValueError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}: {params!r}"
             )
+        checked = _checked_options(options)
         read = self._read_prompt(prompt)
         settled = self._settle(params, len(read.token_ids))
         now = time.time()
-        arrived = now if arrival_time is None else arrival_time
+        arrived = now if arrival_time is None else _checked_arrival(arrival_time)
         return ParentRequest(
             request_id=request_id,
             prompt=read.text,
@@ -78,7 +83,7 @@ class InputProcessor:
             arrival_time=arrived,
             arrival_ns=time.monotonic_ns() - round((now - arrived) * 1e9),
             cache_salt=read.cache_salt,
-            **options,
+            **checked,
         )
 
     # ---------------------------------------------------------------- prompt
@@ -110,6 +115,8 @@ class InputProcessor:
             raise ValueError(
                 f"prompt {_short(text)} is a text, and there is no tokenizer: give prompt_token_ids, or a tokenizer"
             )
+        if text:
+            _check_text("prompt", text)
         token_ids: list[int] = self._tokenizer.encode(text)
         if not token_ids:
             raise ValueError(f"prompt {_short(text)} is empty: it has no tokens")
@@ -142,10 +149,17 @@ class InputProcessor:
 
     def _settle(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """The parameters as the engine takes them."""
+        for name in ("seed", "max_tokens", "top_k"):
+            if (value := getattr(params, name)) is not None:
+                values.integer(name, value)
+        for index, text in enumerate(params.stop_strings):
+            _check_text(f"stop[{index}]", text)
+        for index, text in enumerate(params.bad_words):
+            _check_text(f"bad_words[{index}]", text)
         if params.stop_strings and self._tokenizer is None:
             raise ValueError(f"stop {params.stop_strings!r} is looked for in the text: it needs a tokenizer")
         self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_vocabulary("logit_bias", params.logit_bias or ())
+        self._check_biased_tokens(params.logit_bias or {})
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         self._check_logprobs(params.logprobs)
         room = self._config.model.max_model_len - num_prompt_tokens
@@ -162,6 +176,14 @@ class InputProcessor:
             self._check_vocabulary(f"bad_words_token_ids[{index}]", token_ids)
         self._check_something_is_left(settled)
         return settled
+
+    def _check_biased_tokens(self, logit_bias: Mapping[int, float]) -> None:
+        vocab_size = self._config.model.vocab_size
+        for token_id in logit_bias:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"logit_bias has token id {token_id}: outside the vocabulary, 0 to {vocab_size - 1}"
+                )
 
     def _check_logprobs(self, logprobs: int | None) -> None:
         if logprobs is None:
@@ -182,7 +204,9 @@ class InputProcessor:
             )
         sequences = []
         for word in bad_words:
-            alone, spaced = (self._encode_word(prefix + word.lstrip()) for prefix in ("", " "))
+            # A word of nothing but spaces is that.
+            bare = word.lstrip() or word
+            alone, spaced = (self._encode_word(prefix + bare) for prefix in ("", " "))
             if not alone:
                 raise ValueError(f"bad_words: {word!r} has no tokens")
             sequences.append(alone)
@@ -199,16 +223,14 @@ class InputProcessor:
         """Refuses parameters under which the first token could be none at all."""
         model = self._config.model
         banned = {token_ids[0] for token_ids in params.bad_words_token_ids if len(token_ids) == 1}
-        why = "bad_words ban"
+        because = ["bad_words"] if banned else []
         if params.min_tokens:
             banned |= end_token_ids(params, model)
-            why = (
-                f"bad_words and min_tokens {params.min_tokens} (no end-of-sequence or stop token before) ban"
-            )
+            because.append(f"min_tokens {params.min_tokens} (no end-of-sequence or stop token before)")
         allowed = params.allowed_token_ids
         if banned.issuperset(range(model.vocab_size) if allowed is None else allowed):
             what = "the whole vocabulary" if allowed is None else f"all of allowed_token_ids {allowed}"
-            raise ValueError(f"{why} {what}: no token is left to produce")
+            raise ValueError(f"{' and '.join(because)} ban {what}: no token is left to produce")
 
 
 def stop_token_ids(params: SamplingParams, model: ModelConfig) -> list[int]:
@@ -224,10 +246,43 @@ def end_token_ids(params: SamplingParams, model: ModelConfig) -> set[int]:
     return eos | {*model.extra_eos_token_ids, *params.stop_token_ids}
 
 
+def _checked_options(options: RequestOptions) -> RequestOptions:
+    """Of the right types, since they go to the engine, where a wrong one would end it."""
+    allowed = RequestOptions.__annotations__
+    if unknown := options.keys() - allowed.keys():
+        raise TypeError(f"a request has no option {min(unknown)!r}; allowed: {', '.join(allowed)}")
+    checked = options.copy()
+    if "priority" in options:
+        checked["priority"] = values.integer("priority", options["priority"])
+    if (client_id := options.get("client_id")) is not None:
+        _check_text("client_id", client_id)
+    if (given := options.get("predicted_output_tokens")) is not None:
+        predicted = checked["predicted_output_tokens"] = values.integer("predicted_output_tokens", given)
+        if predicted < 1:
+            raise ValueError(f"predicted_output_tokens must be 1 or more, got {predicted}")
+    return checked
+
+
 def _checked_salt(cache_salt: object) -> str | None:
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise ValueError(f"cache_salt must be a text that is not empty, got {cache_salt!r}")
-    return cache_salt
+    return None if cache_salt is None else _check_text("cache_salt", cache_salt)
+
+
+def _check_text(field: str, text: object) -> str:
+    """A text that is not empty and can be sent: half a surrogate pair cannot."""
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{field} must be a text that is not empty, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{field} {text!r} is not valid Unicode: {e.reason}") from e
+    return text
+
+
+def _checked_arrival(arrival_time: object) -> float:
+    seconds = values.number("arrival_time", arrival_time)
+    if not 0 <= seconds <= MAX_ARRIVAL_TIME:
+        raise ValueError(f"arrival_time must be seconds since the epoch, got {arrival_time!r}")
+    return seconds
 
 
 def _short(text: str) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import count
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -21,6 +23,7 @@ from servetwin.executor.input_processor import PromptType
 from servetwin.executor.llm_engine import LLMEngine
 from servetwin.executor.outputs import RequestOutput
 from servetwin.executor.parallel_sampling import ParentRequest
+from servetwin.sim.config import explain
 from servetwin.sim.contract import EngineDeadError, RequestOutputKind, SamplingParams
 from servetwin.sim.vllm_flags import FLAGS
 
@@ -140,7 +143,9 @@ class LLM:
     ) -> list[ParentRequest]:
         """All requests of a call, checked; nothing is queued."""
         listed = _list_of_prompts(prompts)
-        params = _one_for_each("sampling_params", sampling_params or SamplingParams(), len(listed))
+        params = _one_for_each(
+            "sampling_params", SamplingParams() if sampling_params is None else sampling_params, len(listed)
+        )
         priorities = _one_for_each("priority", 0 if priority is None else priority, len(listed))
         requests = []
         for index, (prompt, its_params, its_priority) in enumerate(
@@ -200,18 +205,22 @@ def _engine_args(model: Path | str, tokenizer: Path | str | None, options: Mappi
         elif close := get_close_matches(name, allowed, n=1):
             hint = f"; did you mean {close[0]}?"
         raise TypeError(f"LLM has no argument {name}{hint}")
-    return EngineArgs(model=model, tokenizer=tokenizer, **{"usage_context": "llm_class", **options})
+    try:
+        return EngineArgs(model=model, tokenizer=tokenizer, **{"usage_context": "llm_class", **options})
+    except ValidationError as e:
+        raise ValueError(explain(e)) from e
 
 
 def _list_of_prompts(prompts: Prompts) -> list[PromptType]:
-    """A single prompt becomes a list of one. Raises ValueError for what is neither."""
+    """A single prompt becomes a list of one; arrays and iterators become lists. ValueError for another thing."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
-    if prompts and isinstance(prompts[0], int):
-        return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[PromptType], prompts))
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], Integral) else listed
 
 
 def _one_for_each(field: str, given: T | Sequence[T], num_prompts: int) -> list[T]:

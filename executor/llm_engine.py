@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -19,7 +20,7 @@ from servetwin.executor.outputs import RequestOutput
 from servetwin.executor.parallel_sampling import ParentRequest
 from servetwin.executor.tokenizer import fast_tokenizer, load_tokenizer
 from servetwin.sim.config import EngineConfig
-from servetwin.sim.contract import SamplingParams
+from servetwin.sim.contract import EngineDeadError, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,8 +86,15 @@ class LLMEngine:
         """Queues a request that was prepared. Raises ValueError for an id in use, EngineDeadError after `shutdown`."""
         children = request.children()
         self._outputs.add_request(request, children)
-        for child in children:
-            self._client.add_request(child)
+        try:
+            for child in children:
+                self._client.add_request(child)
+        except BaseException:
+            # Nothing of it stays behind: who waits for the unfinished requests would wait for ever.
+            core_ids = self._outputs.abort_requests([request.request_id])
+            with suppress(EngineDeadError):
+                self._client.abort_requests(core_ids)
+            raise
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """Ends requests; no output of theirs follows. Ids that are unknown or have ended are ignored."""
@@ -125,6 +133,11 @@ class LLMEngine:
     def engine_config(self) -> EngineConfig:
         """The engine as it runs, with the measured number of blocks."""
         return self._client.config
+
+    @property
+    def stalled(self) -> str | None:
+        """Why nothing will come out before something new comes in; None while something may."""
+        return self._client.stalled
 
     @property
     def described(self) -> dict[str, Any]:

@@ -42,8 +42,9 @@ def _apply_repetition(logits: torch.Tensor, rows: Iterable[NumberedRow]) -> None
     factor = float32_like(logits, np.repeat(factors, [len(ids) for _, ids in known]))
     # A token that occurs several times is read before any is written, so each writes the same value.
     value = logits.view(-1)[index]
-    value = torch.where(value > 0, value / factor, value * factor)
-    logits.view(-1)[index] = value.clamp_(max=FLOAT32_MAX)
+    changed = torch.where(value > 0, value / factor, value * factor).clamp_(-FLOAT32_MAX, FLOAT32_MAX)
+    # A penalty bans nothing: what was possible stays so, and what was masked stays masked.
+    logits.view(-1)[index] = torch.where(value == -torch.inf, value, changed)
 
 
 def _apply_frequency_and_presence(logits: torch.Tensor, rows: Iterable[NumberedRow]) -> None:

@@ -10,14 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import Any, Literal, Protocol
+
+from servetwin.sim import sampling_values as values
 
 SAMPLING_EPS = 1e-5
 """A temperature below this is greedy (vLLM `_SAMPLING_EPS`)."""
 MIN_TEMPERATURE = 1e-2
 """Smaller positive temperatures are raised to this one, with a warning (vLLM `_MAX_TEMP`)."""
+
+
+MAX_N = 16_384
+"""Most outputs for one prompt, as in vLLM."""
 
 
 class RequestOutputKind(Enum):
@@ -86,8 +94,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Made for every request of a simulation: what is left at its default is not looked at twice.
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", [self.stop])
+        self._settle_types()
         if 0 < self.temperature < MIN_TEMPERATURE:
             warnings.warn(
                 f"temperature {self.temperature} is raised to {MIN_TEMPERATURE}: smaller values overflow",
@@ -101,9 +108,15 @@ class SamplingParams:
         if self.bad_words or self.bad_words_token_ids:
             self._check_bad_words()
 
+    def _settle_types(self) -> None:
+        """Numbers, lists and dicts of any kind become those declared. ValueError for what cannot."""
+        for value, (name, settled, convert) in zip(_VALUES(self), _CONVERTERS, strict=True):
+            if type(value) not in settled and not (type(value) is list and not value):
+                object.__setattr__(self, name, convert(name, value))
+
     def _check_lengths(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n must be 1 or more, got {self.n}")
+        if not 1 <= self.n <= MAX_N:
+            raise ValueError(f"n must be 1 to {MAX_N}, got {self.n}")
         if self.n > 1 and self.greedy:
             raise ValueError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}")
         if self.min_tokens < 0:
@@ -150,12 +163,51 @@ class SamplingParams:
     @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
-        # A single one became a list of one when this was made.
+        # One text, or another kind of list, became a list when this was made.
         return self.stop if isinstance(self.stop, list) else []
 
     @property
     def greedy(self) -> bool:
         return self.temperature < SAMPLING_EPS
+
+
+def _output_kind(name: str, value: object) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(value)
+    except ValueError:
+        allowed = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
+        raise ValueError(f"{name} must be one of {allowed}, got {value!r}") from None
+
+
+_NONE = frozenset([type(None)])
+_LIST: frozenset[type] = frozenset()
+"""Lists are gone through whatever they are, unless empty."""
+_CONVERTERS: tuple[tuple[str, frozenset[type], Callable[[str, object], Any]], ...] = (
+    *((name, frozenset([int]), values.integer) for name in ("n", "top_k", "min_tokens")),
+    *(
+        (name, _NONE | {int}, values.or_none(values.integer))
+        for name in ("seed", "max_tokens", "logprobs")
+    ),
+    *(
+        (name, frozenset([float]), values.number)
+        for name in (
+            "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p",
+        )
+    ),
+    *(
+        (name, frozenset([bool]), values.boolean)
+        for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+    ),
+    ("stop", _NONE, values.or_none(values.stop_strings)),
+    ("stop_token_ids", _LIST, values.or_empty(values.integers)),
+    ("allowed_token_ids", _NONE, values.or_none(values.integers)),
+    ("logit_bias", _NONE, values.or_none(values.biases)),
+    ("bad_words", _LIST, values.or_empty(values.texts)),
+    ("bad_words_token_ids", _LIST, values.or_empty(values.lists_of_integers)),
+    ("output_kind", frozenset([RequestOutputKind]), _output_kind),
+)  # fmt: skip
+"""Per field: the types that need no second look, and what makes the others fit."""
+_VALUES = attrgetter(*(name for name, _, _ in _CONVERTERS))
 
 
 @dataclass(slots=True)

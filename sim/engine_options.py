@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from servetwin.sim.config import (
     CacheConfig,
@@ -69,9 +70,12 @@ def read_speculative_config(given: str | dict[str, Any] | None) -> ReadSpeculati
         raise ValueError(explain(e)) from e
 
 
-@dataclass(frozen=True, kw_only=True)
+@checked_dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """One engine, as `vllm serve` would be told. None: the default applies."""
+    """One engine, as `vllm serve` would be told. None: the default applies.
+
+    Raises pydantic's ValidationError (a ValueError) for a value of another type, or none of those allowed.
+    """
 
     model: Path | str | None = None
     """A local Hugging Face folder."""

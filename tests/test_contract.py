@@ -7,6 +7,7 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
@@ -115,6 +116,49 @@ def test_sampling_settings_that_contradict_themselves_raise(params: dict[str, ob
 def test_an_argument_that_sampling_has_not_got_is_named() -> None:
     with pytest.raises(TypeError, match="prompt_logprobs"):
         SamplingParams(prompt_logprobs=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"max_tokens": True}, "max_tokens must be an integer, got True"),
+        ({"logprobs": True}, "logprobs must be an integer"),
+        ({"temperature": "1"}, "temperature must be a number, got '1'"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"stop": 5}, "stop must be a list of texts, got 5"),
+        ({"stop": ["a", 1]}, r"stop\[1\] must be a text, got 1"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"allowed_token_ids": [5.5]}, r"allowed_token_ids\[0\] must be an integer, got 5.5"),
+        ({"bad_words": "abc"}, "bad_words must be a list of texts, got 'abc'"),
+        ({"logit_bias": [1]}, "logit_bias must be a dict"),
+        ({"logit_bias": {5: "a"}}, r"logit_bias\[5\] must be a number, got 'a'"),
+        ({"output_kind": 5}, "output_kind must be one of CUMULATIVE"),
+        ({"n": 2**20}, "n must be 1 to 16384, got 1048576"),
+    ],
+)
+def test_sampling_values_of_another_type_raise(params: dict[str, object], message: str) -> None:
+    """They would fail in the engine otherwise, at the cost of every other request."""
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)  # type: ignore[arg-type]
+
+
+def test_what_means_the_same_is_taken() -> None:
+    """Numbers of numpy, other kinds of lists, keys of JSON, None for nothing."""
+    params = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float32(0.5),
+        stop=("a", "b"),
+        stop_token_ids=None,  # type: ignore[arg-type]
+        allowed_token_ids=np.array([5, 6]),  # type: ignore[arg-type]
+        logit_bias={"5": 1},  # type: ignore[dict-item]
+        output_kind=1,  # type: ignore[arg-type]
+    )
+    assert type(params.max_tokens) is int
+    assert type(params.temperature) is float
+    assert (params.stop_strings, params.stop_token_ids) == (["a", "b"], [])
+    assert (params.allowed_token_ids, params.logit_bias) == ([5, 6], {5: 1.0})
+    assert params.output_kind is RequestOutputKind.DELTA
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

@@ -376,3 +376,10 @@ def test_the_sampler_keeps_no_state() -> None:
     sampler.sample(logits, [row(stream=99)] * 8)
     assert sampler.sample(logits, rows).token_ids.tolist() == first
     assert len(set(first)) > 1
+
+
+def test_a_penalty_bans_nothing() -> None:
+    """However large: of the allowed tokens one must come."""
+    params = {"allowed_token_ids": [5, 6], "logit_bias": {5: -1e30, 6: -1e30}, "repetition_penalty": 1e30}
+    rows = [row(prompt=[5, 6], temperature=t, **params) for t in (0.0, 1.0)]
+    assert set(tokens(torch.zeros(2, 10), rows)) <= {5, 6}

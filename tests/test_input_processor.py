@@ -97,7 +97,7 @@ def test_what_the_pool_can_never_hold_is_refused() -> None:
     ("params", "message"),
     [
         ({"allowed_token_ids": [5, 64]}, r"allowed_token_ids\[1\] is 64: outside the vocabulary, 0 to 63"),
-        ({"logit_bias": {-3: 1.0}}, r"logit_bias\[0\] is -3"),
+        ({"logit_bias": {-3: 1.0}}, "logit_bias has token id -3: outside"),
         ({"stop_token_ids": [99]}, r"stop_token_ids\[0\] is 99"),
         ({"bad_words_token_ids": [[1, 2], [70]]}, r"bad_words_token_ids\[1\]\[0\] is 70"),
         ({"bad_words": [" "]}, "bad_words: ' ' has no tokens"),
@@ -163,3 +163,53 @@ def test_a_bad_word_is_banned_at_the_beginning_and_behind_a_space(
     engine, client = scripted_engine(tokenizer)
     engine.add_request("r", [1], SamplingParams(bad_words=[" ab"]))
     assert client.requests["r"].sampling_params.bad_words_token_ids == banned
+
+
+@pytest.mark.parametrize(
+    ("request_id", "options", "message"),
+    [
+        (5, {}, "request_id must be a text that is not empty, got 5"),
+        ("", {}, "request_id must be a text"),
+        ("a\ud800", {}, "request_id 'a\\\\ud800' is not valid Unicode"),
+        ("r", {"priority": 1.5}, "priority must be an integer, got 1.5"),
+        ("r", {"priority": 2**70}, "priority must fit into 64 bits"),
+        ("r", {"client_id": 5}, "client_id must be a text"),
+        ("r", {"predicted_output_tokens": 0}, "predicted_output_tokens must be 1 or more, got 0"),
+        ("r", {"arrival_time": float("nan")}, "arrival_time must be seconds since the epoch, got nan"),
+        ("r", {"arrival_time": "now"}, "arrival_time must be a number, got 'now'"),
+    ],
+)
+def test_what_could_not_travel_to_the_engine_is_refused(
+    request_id: Any, options: dict[str, Any], message: str
+) -> None:
+    """A message that the engine cannot read would end it, and every other request with it."""
+    engine, client = scripted_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(request_id, [1], SamplingParams(), **options)
+    assert not client.requests
+    assert not engine.has_unfinished_requests()
+
+
+def test_numbers_beyond_64_bits_are_refused() -> None:
+    engine, _ = scripted_engine()
+    for params in ({"seed": 2**70}, {"top_k": 2**70}, {"max_tokens": 2**70}):
+        with pytest.raises(ValueError, match="must fit into 64 bits"):
+            engine.add_request("r", [1], SamplingParams(**params))
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the second of its children is the one that fails."""
+    engine, client = scripted_engine()
+    send = client.add_request
+
+    def fails_at_the_second(request: EngineCoreRequest) -> None:
+        if request.request_id.startswith("1_"):
+            raise TypeError("cannot be encoded")
+        send(request)
+
+    monkeypatch.setattr(client, "add_request", fails_at_the_second)
+    with pytest.raises(TypeError, match="cannot be encoded"):
+        engine.add_request("r", [1], SamplingParams(n=3))
+    assert not engine.has_unfinished_requests()
+    assert "0_r" in client.aborted
+    engine.add_request("r", [1], SamplingParams())

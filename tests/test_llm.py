@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="needs the extra `executor`")
@@ -361,3 +362,36 @@ def test_a_trained_model_writes_text(tmp_path: Path) -> None:
         (output,) = made.generate(prompt, SamplingParams(temperature=0, max_tokens=40, stop=["."]))
     assert output.outputs[0].text == text[: text.index(".")]
     assert output.outputs[0].stop_reason == "."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"async_scheduling": "maybe"}, "async_scheduling 'maybe'"),
+        ({"performance_mode": "x"}, "performance_mode 'x'"),
+        ({"max_logprobs": None}, "max_logprobs None"),
+        ({"max_logprobs": -5}, "max_logprobs -5"),
+        ({"speculative_config": [1]}, "speculative_config"),
+        ({"scheduling_policy": None}, "scheduling_policy None"),
+    ],
+)
+def test_values_of_another_type_are_refused_before_anything_starts(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM("no/such/model", **arguments)
+
+
+def test_zero_is_false_for_a_switch() -> None:
+    assert EngineArgs(model="m", async_scheduling=0).async_scheduling is False  # type: ignore[arg-type]
+
+
+def test_a_list_of_parameters_has_one_for_each_prompt(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="sampling_params has 0 entries for 1 prompts"):
+        llm.generate("w1", [])
+
+
+def test_arrays_and_iterators_are_lists_of_prompts(llm: LLM) -> None:
+    expected = llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids
+    for prompts in (np.array([1, 2]), [np.int64(1), np.int64(2)], iter([[1, 2]]), np.array([[1, 2]])):
+        assert llm.generate(prompts, GREEDY)[0].outputs[0].token_ids == expected  # type: ignore[arg-type]
