@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 4_000
 """Points per trace; more is slow in a browser and wider than any screen."""
-SIMULATED_TIME = "simulated time (s)"
+RUN_TIME = "time of the run (s)"
 COLORS = {
     "running": "#2563eb",
     "waiting": "#d97706",
@@ -91,7 +91,7 @@ def _step_chart(
             line={"shape": "hv", "width": 0.5 if stacked else 1.5, "color": COLORS[name]},
             stackgroup="blocks" if stacked else None,
         )
-    return _laid_out(figure, SIMULATED_TIME, y_title)
+    return _laid_out(figure, RUN_TIME, y_title)
 
 
 def _laid_out(figure: go.Figure, x_title: str, y_title: str) -> go.Figure:

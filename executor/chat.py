@@ -38,7 +38,9 @@ def chat_prompts(
     return prompts
 
 
-def _conversations(messages: Conversation | Sequence[Conversation]) -> list[list[dict[str, Any]]]:
+def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise ValueError(f"messages must be a list of messages, or of such lists, got {messages!r}")
     listed: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
     for number, conversation in enumerate(listed):
         for index, message in enumerate(conversation):
@@ -47,7 +49,25 @@ def _conversations(messages: Conversation | Sequence[Conversation]) -> list[list
                     f"messages: number {index} of conversation {number} must be a dict with role and content, "
                     f"got {message!r}"
                 )
-    return [[dict(message) for message in conversation] for conversation in listed]
+    return [
+        [{**message, "content": _text_of(message["content"])} for message in conversation]
+        for conversation in listed
+    ]
+
+
+def _text_of(content: object) -> str:
+    """A text, or a list of parts of type `text`, which are joined. Raises ValueError for other content."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "\n".join(part["text"] for part in content)
+    raise ValueError(
+        f"messages: content must be a text or a list of parts of type text, got {content!r} (images, audio and tool "
+        "calls are not supported)"
+    )
 
 
 def _apply(
@@ -63,7 +83,7 @@ def _apply(
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )
-    except TemplateError as e:
+    except (TemplateError, TypeError) as e:
         raise ValueError(f"the chat template does not take these messages: {e}") from e
     assert isinstance(text, str)
     return text

@@ -22,11 +22,11 @@ from torch.nn.functional import pad
 from servetwin.executor import kv_cache
 from servetwin.executor.attention_metadata import AttentionMetadata
 from servetwin.executor.forward_context import ForwardContext
+from servetwin.executor.input_batch import PADDING_SLOT
 from servetwin.executor.model_loader import LoadedModel
 from servetwin.executor.packed_model import PackedModel
 
 MIN_SIZE = 2
-PADDING_SLOT = -1
 TRACE_TOKENS, TRACE_LOGITS = 7, 3
 """Sizes of the batch that is traced. They differ, or the tracer would take them for the same symbol."""
 
@@ -113,7 +113,11 @@ class CompiledModel(PackedModel):
 def _padded(tensor: Tensor, value: int = 0) -> Tensor:
     """At least `MIN_SIZE` elements; the tensor itself when it has them."""
     missing = MIN_SIZE - len(tensor)
-    return pad(tensor, (0, missing), value=value) if missing > 0 else tensor
+    if missing <= 0:
+        return tensor
+    # A tensor made in inference mode is of another kind than those that were traced, and would be compiled for anew.
+    with torch.inference_mode(False):
+        return pad(tensor, (0, missing), value=value)
 
 
 def _first_line(error: BaseException) -> str:

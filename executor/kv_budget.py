@@ -68,7 +68,7 @@ def share_left_bytes(reading: MemoryReading, utilization: float) -> int:
         raise ValueError(
             f"gpu_memory_utilization {utilization:g}: of {reading.total_bytes} bytes it allows {share_bytes}, and "
             f"{reading.used_bytes} are used at the peak of a forward pass, so nothing is left for the KV cache: allow "
-            "more, free memory, lower max_num_batched_tokens, or give num_gpu_blocks or kv_cache_memory_bytes"
+            "more, free memory, lower max_num_batched_tokens, or give num_gpu_blocks_override or kv_cache_memory_bytes"
         )
     return left_bytes
 

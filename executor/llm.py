@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from itertools import count
 from numbers import Integral
 from pathlib import Path
+from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
@@ -19,6 +20,8 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from servetwin.executor.chat import Conversation, chat_prompts
 from servetwin.executor.engine_args import EngineArgs
+from servetwin.executor.engine_log import logger
+from servetwin.executor.harmless_args import without_harmless
 from servetwin.executor.input_processor import PromptType
 from servetwin.executor.llm_engine import LLMEngine
 from servetwin.executor.outputs import RequestOutput
@@ -36,7 +39,7 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model with its engine. To be used from one thread; two in one process know nothing of each other."""
+    """A model with its engine; two in one process know nothing of each other. Threads may share one."""
 
     def __init__(self, model: Path | str, *, tokenizer: Path | str | None = None, **engine_args: Any) -> None:
         """Loads `model` (a local Hugging Face folder) and starts its engine; `engine_args` as in `EngineArgs`.
@@ -44,6 +47,8 @@ class LLM:
         Raises TypeError for an argument that is not there, ValueError for a value that cannot be used.
         """
         self.llm_engine = LLMEngine.from_engine_args(_engine_args(model, tokenizer, engine_args))
+        self._lock = RLock()
+        """Held for every use of the engine, and not while a caller has the outputs."""
         self._request_ids = map(str, count())
         self._inboxes: dict[str, deque[RequestOutput]] = {}
         """By request id: where the call that made the request looks for its outputs."""
@@ -110,7 +115,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content; False, with nothing changed, while any request holds a block."""
-        return self.llm_engine.reset_prefix_cache()
+        with self._lock:
+            return self.llm_engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Ends the engine; calling it again does nothing."""
@@ -166,23 +172,31 @@ class LLM:
         inbox: deque[RequestOutput] = deque()
         request_ids = [request.request_id for request in requests]
         try:
-            for request in requests:
-                self._inboxes[request.request_id] = inbox
-                self.llm_engine.submit(request)
+            with self._lock:
+                for request in requests:
+                    self._inboxes[request.request_id] = inbox
+                    self.llm_engine.submit(request)
             yield inbox
         finally:
-            with suppress(EngineDeadError):  # which has aborted everything
-                self.llm_engine.abort_request(request_ids)
-            for request_id in request_ids:
-                self._inboxes.pop(request_id, None)
+            with self._lock:
+                with suppress(EngineDeadError):  # which has aborted everything
+                    self.llm_engine.abort_request(request_ids)
+                for request_id in request_ids:
+                    self._inboxes.pop(request_id, None)
 
     def _next_output(self, inbox: deque[RequestOutput]) -> RequestOutput:
-        """Waits for the next output in `inbox`; what comes for another call (an open stream) goes into its own."""
+        """Waits for the next output in `inbox`; what comes for another call (an open stream, another thread) goes into
+        its own."""
         while not inbox:
-            for output in self.llm_engine.step():
-                if output.request_id in self._inboxes:
-                    self._inboxes[output.request_id].append(output)
+            with self._lock:
+                if not inbox:
+                    self._receive()
         return inbox.popleft()
+
+    def _receive(self) -> None:
+        for output in self.llm_engine.step():
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id].append(output)
 
     def _follow(self, requests: Sequence[ParentRequest]) -> Generator[RequestOutput, None, None]:
         num_unfinished = len(requests)
@@ -194,7 +208,10 @@ class LLM:
 
 
 def _engine_args(model: Path | str, tokenizer: Path | str | None, options: Mapping[str, Any]) -> EngineArgs:
-    """Raises TypeError for a name that is no field of `EngineArgs`."""
+    """Raises TypeError for a name that is no field of `EngineArgs`, unless it is one of vLLM's that changes nothing."""
+    options, harmless = without_harmless(options)
+    if harmless:
+        logger.info("Ignored, since it changes nothing here: %s", ", ".join(harmless))
     allowed = [field.name for field in fields(EngineArgs)]
     for name in options:
         if name in allowed:

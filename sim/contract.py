@@ -87,7 +87,8 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     """No other token is produced."""
     bad_words: list[str] = field(default_factory=list)
-    """Words that are not produced; the front end turns them into `bad_words_token_ids`."""
+    """Words that are not produced; the front end turns them into `bad_words_token_ids`. By vLLM's rule a word is banned
+    as it is written at the start of a text and, if it has as many tokens there, behind a space."""
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """Ours (derived in vLLM): sequences of tokens whose last one is not produced behind the others."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
@@ -332,7 +333,7 @@ class EngineCoreOutput:
     request_id: str
     new_token_ids: list[int]
     finish_reason: str | None = None
-    """"length", "stop", "abort", "error" when it ended with this step."""
+    """"length", "stop" or "error" when it ended with this step; an aborted request has no output."""
     stop_reason: int | None = None
     """The stop token that ended it, if one did."""
     logprobs: LogprobsLists | None = None

@@ -1,7 +1,7 @@
 """The engine's core: a scheduler and the steps in flight, without clock, threads or SimPy.
 
 `begin` schedules a step, somebody runs its plan, `complete` takes the result in. The drivers
-(`sim/engine_process.py` in simulated time) decide when.
+(`sim/engine_process.py` in simulated time, `executor/core_loop.py` on the wall clock) decide when.
 """
 
 from __future__ import annotations

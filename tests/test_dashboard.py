@@ -142,7 +142,7 @@ def test_a_short_run_is_drawn_whole() -> None:
     """Few points are not touched, and axes have units."""
     figure = charts.requests_over_time(steps(50))
     assert len(figure.data[0].x) == 50
-    assert figure.layout.xaxis.title.text == "simulated time (s)"
+    assert figure.layout.xaxis.title.text == "time of the run (s)"
     assert figure.layout.yaxis.title.text == "requests"
 
 

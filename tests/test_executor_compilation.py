@@ -19,6 +19,7 @@ from servetwin.executor import attention
 from servetwin.executor.compilation import CompileError, compile_model
 from servetwin.executor.forward_context import get_forward_context
 from servetwin.executor.model_loader import SUPPORTED_MODEL_TYPES, LoadedModel, describe_model
+from servetwin.executor.model_runner import ModelRunner
 from servetwin.executor.packed_model import PackedModel
 from servetwin.executor.step_timer import build_torch_executor
 from servetwin.executor.testing import PlanWriter, TeacherForced, tiny_model, torch_threads
@@ -122,6 +123,23 @@ def check_one_graph(name: str, cache_events: list[Event]) -> None:
 def test_twenty_steps_of_random_shapes_are_one_graph_with_eager_tokens(cache_events: list[Event]) -> None:
     """No graph break, no recompilation; K/V of a layer is written before it is read."""
     check_one_graph("llama", cache_events)
+
+
+def test_the_runner_compiles_nothing_anew() -> None:
+    """It runs in inference mode, where padding must not make tensors of another kind than those that were traced: a
+    compilation within a step would be measured as its time."""
+    loaded, backend = tiny("llama"), CountingBackend()
+    compiled = compile_model(loaded, backend=backend)
+    runner = ModelRunner(
+        loaded, num_blocks=20, block_size=4, max_num_seqs=2, max_model_len=40, model=compiled
+    )
+    plans = PlanWriter(4, 20)
+    plans.add("a", [5])
+    plans.add("b", [6, 7, 8])
+    for counts in ({"a": 1}, {"a": 1}, {"a": 1, "b": 3}, {"b": 1}):
+        plans.take(runner.execute_model(plans.plan(counts)))
+    assert backend.graphs == 1
+    assert not counters["recompiles"]
 
 
 @pytest.mark.full

@@ -284,7 +284,7 @@ def test_conversations_that_cannot_be_are_refused(
     ("name", "hint"),
     [
         ("max_num_seq", "did you mean max_num_seqs?"),
-        ("tensor_parallel_size", "vLLM has it, and it is not modelled here"),
+        ("swap_space", "vLLM has it, and it is not modelled here"),
         ("no_such_argument", "LLM has no argument no_such_argument$"),
     ],
 )
@@ -395,3 +395,36 @@ def test_arrays_and_iterators_are_lists_of_prompts(llm: LLM) -> None:
     expected = llm.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids
     for prompts in (np.array([1, 2]), [np.int64(1), np.int64(2)], iter([[1, 2]]), np.array([[1, 2]])):
         assert llm.generate(prompts, GREEDY)[0].outputs[0].token_ids == expected  # type: ignore[arg-type]
+
+
+def test_arguments_of_vllm_that_change_nothing_are_taken(model: Path) -> None:
+    with in_process(model, tensor_parallel_size=1, enforce_eager=True, trust_remote_code=True) as made:
+        assert len(made.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == 12
+    with pytest.raises(ValueError, match="tensor_parallel_size 2 is not modelled here; allowed is 1"):
+        LLM(model, tensor_parallel_size=2)
+
+
+def test_threads_may_share_one(llm: LLM) -> None:
+    """Each gets the outputs of its own prompts."""
+    expected = {i: llm.generate([[i, i + 1]], GREEDY)[0].outputs[0].token_ids for i in range(1, 5)}
+    found: dict[int, list[int]] = {}
+
+    def ask(i: int) -> None:
+        found[i] = llm.generate([[i, i + 1]], GREEDY)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == expected
+
+
+def test_content_in_parts_is_joined_and_other_content_refused(llm: LLM) -> None:
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    parts = [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]
+    output = llm.chat([{"role": "user", "content": parts}], GREEDY, chat_template=template)[0]
+    assert output.prompt_token_ids == [1, 2]
+    for content in (None, [{"type": "image_url", "image_url": "x"}]):
+        with pytest.raises(ValueError, match="content must be a text or a list of parts of type text"):
+            llm.chat([{"role": "user", "content": content}], GREEDY, chat_template=template)

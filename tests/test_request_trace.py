@@ -41,7 +41,7 @@ class Hop:
 
 def hops() -> list[Hop]:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, section = text.partition("## One request, from `generate()` to its freed blocks")
+    _, _, section = text.partition("## One request, from `generate()` to its freed blocks and its text")
     table, _, _ = section.partition("\n## ")
     return [Hop(m["name"], m["path"].replace("/", ".")) for m in HOP.finditer(table)]
 

@@ -84,6 +84,8 @@ def build_live_engine(flags: EngineFlags, seed: int) -> Engine:
     load_policy(flags.scheduling_policy)
     rules_of(flags.vllm_compat)
     _check_drafting("torch", drafting, flags.draft_acceptance_rate)
+    if flags.model is None:
+        raise UsageError("--live needs --model: a local Hugging Face folder")
     _check_torch_flags(flags, None)
     options = engine_options(flags, seed)
     _asynchronous(options, drafting)

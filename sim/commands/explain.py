@@ -23,7 +23,7 @@ def explain(
 ) -> int:
     """Tell the life of one request: what happened when, why it waited, where its time went.
 
-    Instants are seconds of simulated time since the start of the run; TTFT, TPOT and E2E stand with their formulas.
+    Instants are seconds since the start of the run, on its own clock; TTFT, TPOT and E2E stand with their formulas.
     """
     from rich.console import Console
 
