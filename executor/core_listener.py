@@ -37,6 +37,10 @@ class CoreListener(Protocol):
         """A step is complete; empty ones (0 tokens), which tell the worker of ended requests, are told, too."""
         ...
 
+    def sat_out(self, frame: Frame) -> None:
+        """A schedule call found nothing to do: those who wait do so for its reasons, until something comes in."""
+        ...
+
     def block_changes(self, changes: list[BlockChange], now_ns: int) -> None:
         """What the block pool did since the last call."""
         ...
@@ -87,6 +91,13 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
         listener.stepped(self.frame, self.result, self.times, self.end_ns, self.outputs)
 
 
+class SatOut(msgspec.Struct, tag=True, frozen=True):
+    frame: Frame
+
+    def replay(self, listener: CoreListener) -> None:
+        listener.sat_out(self.frame)
+
+
 class BlockChanges(msgspec.Struct, tag=True, frozen=True):
     changes: list[BlockChange]
     now_ns: int
@@ -95,7 +106,7 @@ class BlockChanges(msgspec.Struct, tag=True, frozen=True):
         listener.block_changes(self.changes, self.now_ns)
 
 
-ListenerCall = Arrived | Refused | Aborted | Scheduled | Stepped | BlockChanges
+ListenerCall = Arrived | Refused | Aborted | Scheduled | Stepped | SatOut | BlockChanges
 """One call as a message, with the arguments of the method that its `replay` calls."""
 
 
@@ -121,6 +132,9 @@ class SendingListener:
         self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
     ) -> None:
         self._send(Stepped(frame, result, times, end_ns, outputs))
+
+    def sat_out(self, frame: Frame) -> None:
+        self._send(SatOut(frame))
 
     def block_changes(self, changes: list[BlockChange], now_ns: int) -> None:
         self._send(BlockChanges(changes, now_ns))

@@ -68,8 +68,7 @@ class CoreLoop:
     ) -> None:
         began_s = time.monotonic()
         policy = load_policy(args.scheduling_policy)
-        with _configuration_errors_explained():
-            options = args.for_executor()
+        options = executor_options(args)
         logger.info("Loading model %s (load_format=%s, dtype=%s)", args.model, args.load_format, args.dtype)
         self._worker = StepWorker(lambda: build(options))
         with ExitStack() as undo:
@@ -198,8 +197,12 @@ class CoreLoop:
         if self._listener is None:
             return
         end_ns = time.monotonic_ns()
-        times = step_times(submitted.schedule_ns, done, end_ns)
-        self._listener.stepped(submitted.frame, done.result, times, end_ns, outputs)
+        frame, schedule_ns = submitted.frame, submitted.schedule_ns
+        if not self.config.scheduler.async_scheduling:
+            # The host does nothing else while the worker wakes up.
+            schedule_ns = done.start_ns - frame.start_ns
+        times = step_times(schedule_ns, done, end_ns)
+        self._listener.stepped(frame, done.result, times, end_ns, outputs)
         self._tell_block_changes()
 
     def _tell_block_changes(self) -> None:
@@ -218,6 +221,8 @@ class CoreLoop:
             # Empty steps, out of which nothing comes.
             self._complete(tuple)
         self._core.abandon(frame)
+        if self._listener is not None:
+            self._listener.sat_out(frame)
         self.stalled = self._why_nobody_runs(frame)
         if frame.record.head_reason is not WaitReason.POLICY or frame.record.running:
             raise StalledError(self.stalled)
@@ -249,6 +254,12 @@ def step_times(schedule_ns: int, done: WorkerStep, end_ns: int) -> StepTimes:
 
 def _error(request_id: str, reason: str) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [], finish_reason="error", error=reason)
+
+
+def executor_options(args: EngineArgs) -> ExecutorOptions:
+    """What the executor is built from. Raises ValueError, in one line, for what no model could be served with."""
+    with _configuration_errors_explained():
+        return args.for_executor()
 
 
 @contextmanager

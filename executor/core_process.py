@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import zmq
@@ -26,6 +27,9 @@ LIVENESS_S = 0.1
 """How often the child is looked at where the kernel has no pidfd to wait for."""
 LAST_WORDS_S = 0.1
 """What a dead child has sent is complete when nothing came for so long."""
+FOLDER_PREFIX = "servetwin-"
+SHORT_TEMPORARY_FOLDER = "/tmp"
+"""For the sockets where the folder for temporary files has too long a name."""
 
 
 class CoreProcess:
@@ -34,13 +38,15 @@ class CoreProcess:
     def __init__(self) -> None:
         self.started = False
         """It reads requests, among them the one to end."""
-        self._owner_pid = os.getpid()
+        self.owner_pid = os.getpid()
+        """The process whose child it is; one that was forked off that has no part in it."""
         with ExitStack() as resources:
-            self._folder = Path(tempfile.mkdtemp(prefix="servetwin-"))
-            resources.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder = make_private_folder()
+            resources.callback(self.hide)
             self._open_sockets(resources)
-            self._process = _start(self._folder)
-            resources.callback(self._end_child)
+            with _ctrl_c_held_back():
+                self._process = _start(self._folder)
+                resources.callback(self._end_child)
             self._pidfd = _open_pidfd(self._process.pid)
             self._poller = zmq.Poller()
             self._poller.register(self._outputs, zmq.POLLIN)
@@ -62,6 +68,10 @@ class CoreProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def hide(self) -> None:
+        """Takes the folder away: connected sockets need no name, and so nothing is left, whoever is killed later."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, message: Setup | Request) -> None:
         self._requests.send(encode(message))
@@ -99,7 +109,7 @@ class CoreProcess:
 
     def close(self) -> None:
         """Ends the child and gives everything back. A fork of the parent, which only inherited it, touches nothing."""
-        if os.getpid() == self._owner_pid:
+        if os.getpid() == self.owner_pid:
             self._resources.close()
 
     def _end_child(self) -> None:
@@ -129,12 +139,39 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "servetwin.executor.engine_process", str(folder), str(os.getpid())]
     # OpenMP's workers wait by spinning unless told otherwise, and parent and child want the same cores.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    # Inherited: Ctrl-C must not hit the interpreter before the child can say that it ignores it.
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """For the birth of the child: it inherits this until it can say that it ignores Ctrl-C, and here Ctrl-C must not
+    come between its start and whoever will end it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def make_private_folder() -> Path:
+    """A new folder for the sockets, whose paths may have about a hundred bytes. Raises OSError with what to do."""
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    if _has_room_for_sockets(folder):
+        return folder
+    folder.rmdir()
+    try:
+        return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=SHORT_TEMPORARY_FOLDER))
+    except OSError as e:
+        raise OSError(
+            f"the engine's sockets need a folder with a short name: {tempfile.gettempdir()} is too long (a socket's "
+            f"path may have {zmq.IPC_PATH_MAX_LEN} bytes), and {SHORT_TEMPORARY_FOLDER} cannot be used "
+            f"({e.strerror}); set TMPDIR to a shorter one"
+        ) from e
+
+
+def _has_room_for_sockets(folder: Path) -> bool:
+    sockets = (folder / REQUESTS_SOCKET, folder / OUTPUTS_SOCKET)
+    return max(len(os.fsencode(path)) for path in sockets) <= zmq.IPC_PATH_MAX_LEN
 
 
 def _open_pidfd(pid: int) -> int | None:

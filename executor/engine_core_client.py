@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from servetwin.executor.core_listener import CoreListener
-from servetwin.executor.core_loop import CoreLoop
+from servetwin.executor.core_loop import CoreLoop, executor_options
 from servetwin.executor.core_process import CoreProcess
 from servetwin.executor.engine_args import EngineArgs
 from servetwin.executor.engine_log import log_to_stderr
@@ -45,6 +45,11 @@ class EngineCoreClient(ABC):
     config: EngineConfig
     described: dict[str, Any]
     """Hardware, versions and model (`Executor.describe`)."""
+
+    @property
+    def stalled(self) -> str | None:
+        """Why nothing will come out until something is sent, as far as that has come by; None while something may."""
+        return None
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -122,6 +127,10 @@ class InprocClient(EngineCoreClient):
             raise StalledError(self._loop.stalled)
         return outputs
 
+    @property
+    def stalled(self) -> str | None:
+        return self._loop.stalled
+
     def reset_prefix_cache(self) -> bool:
         self._raise_if_dead()
         return self._loop.reset_prefix_cache()
@@ -138,7 +147,8 @@ class InprocClient(EngineCoreClient):
 class MPClient(EngineCoreClient):
     """The engine core in a child process, which goes on while this one does something else.
 
-    Ended by `shutdown`, with this object, or with this process, whichever comes first.
+    Ended by `shutdown`, with this object, or with this process, whichever comes first. In a process that was forked
+    off, `shutdown` does nothing and every other call raises EngineDeadError.
     """
 
     def __init__(self, args: EngineArgs, *, listener: CoreListener | None = None) -> None:
@@ -148,6 +158,8 @@ class MPClient(EngineCoreClient):
         self._stalled: Stalled | None = None
         self._num_requests = 0
         self._dead: str | None = None
+        # What can be refused without a model is refused without a child.
+        executor_options(args)
         self._process = CoreProcess()
         self._finalizer = weakref.finalize(self, self._process.close)
         self.pid = self._process.pid
@@ -174,6 +186,8 @@ class MPClient(EngineCoreClient):
             raise EngineDeadError(f"the engine core (pid {self.pid}) could not start: {reply.message}")
         assert isinstance(reply, Ready), f"{type(reply).__name__} came before Ready"
         self._process.started = True
+        # Setup has gone one way and Ready the other.
+        self._process.hide()
         return reply
 
     # ------------------------------------------------------------ calls
@@ -186,6 +200,7 @@ class MPClient(EngineCoreClient):
 
     def get_outputs(self, timeout_s: float | None = None) -> list[EngineCoreOutput]:
         """What came before the engine's death is still given out; the call after that raises EngineDeadError."""
+        self._raise_if_inherited()
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._take_replies()
@@ -193,12 +208,19 @@ class MPClient(EngineCoreClient):
                 outputs, self._outputs = self._outputs, []
                 return outputs
             self._raise_if_dead()
-            if deadline_s is None and self._stalled is not None and self._knows_everything(self._stalled):
-                raise StalledError(self._stalled.message)
+            if deadline_s is None and (stalled := self.stalled) is not None:
+                raise StalledError(stalled)
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return []
             self._process.wait(left_s)
+
+    @property
+    def stalled(self) -> str | None:
+        """An engine that had not taken in all that was sent may have something to do by now."""
+        if self._stalled is None or self._stalled.num_requests != self._num_requests:
+            return None
+        return self._stalled.message
 
     def reset_prefix_cache(self) -> bool:
         """Waits until the child has done so, which it does between two steps."""
@@ -215,6 +237,7 @@ class MPClient(EngineCoreClient):
     # ------------------------------------------------------------ messages
 
     def _send(self, message: Request) -> None:
+        self._raise_if_inherited()
         if self._dead is None and self._process.ended() is not None:
             self._take_replies()
         self._raise_if_dead()
@@ -244,10 +267,6 @@ class MPClient(EngineCoreClient):
         elif self._listener is not None and not isinstance(reply, Ready | StartFailed):
             reply.replay(self._listener)
 
-    def _knows_everything(self, stalled: Stalled) -> bool:
-        """The engine had taken in all that was sent when it said that nothing would come out."""
-        return stalled.num_requests == self._num_requests
-
     def _end(self, why: str) -> None:
         self._dead = self._dead or why
         self._finalizer()
@@ -255,6 +274,14 @@ class MPClient(EngineCoreClient):
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
+
+    def _raise_if_inherited(self) -> None:
+        owner_pid = self._process.owner_pid
+        if os.getpid() != owner_pid:
+            raise EngineDeadError(
+                f"the engine belongs to process {owner_pid}, of which this one (pid {os.getpid()}) is a fork: make "
+                "another engine here"
+            )
 
 
 def _setup(args: EngineArgs, *, listen: bool) -> Setup:

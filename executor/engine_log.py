@@ -29,7 +29,7 @@ def log_to_stderr(prefix: str = "") -> None:
 
 def _level() -> int:
     levels = logging.getLevelNamesMapping()
-    name = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
-    if name not in levels:
+    name = os.environ.get(LEVEL_VARIABLE, "INFO")
+    if name.upper() not in levels:
         raise ValueError(f"{LEVEL_VARIABLE} {name!r} is not known; allowed: {', '.join(levels)}")
-    return levels[name]
+    return levels[name.upper()]

@@ -45,6 +45,8 @@ from servetwin.executor.messages import (
     decode_setup,
     encode,
 )
+from servetwin.sim.policy_errors import PolicyFailedError, policy_errors_told
+from servetwin.sim.progress_guard import StalledError
 
 if TYPE_CHECKING:
     from servetwin.executor.core_loop import CoreLoop
@@ -106,11 +108,19 @@ class _EngineCoreProc:
         except (ValueError, OSError) as e:
             self._send(StartFailed(str(e)))
             return 1
+        except MemoryError as e:
+            self._send(StartFailed(f"the engine does not fit into memory {e}".rstrip()))
+            return 1
         except Exception as e:
             return self._die(e)
         try:
-            self._serve(loop)
+            with policy_errors_told(loop.config.scheduler.policy):
+                self._serve(loop)
             loop.close()
+        except (PolicyFailedError, StalledError) as e:
+            # Its message says all there is to say.
+            self._send(Died(str(e)))
+            return 1
         except Exception as e:
             return self._die(e)
         return 0

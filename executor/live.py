@@ -10,6 +10,7 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 
 from servetwin.executor.engine_args import EngineArgs
 from servetwin.executor.live_log import LiveLog
@@ -17,6 +18,7 @@ from servetwin.executor.llm_engine import LLMEngine
 from servetwin.sim.contract import SamplingParams
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.events import EventLog
+from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.records import StepObserver
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import ns_to_seconds, seconds_to_ns
@@ -26,6 +28,8 @@ POLL_S = 0.2
 """Longest wait without a look at whether the run is to end."""
 FINE_NS = 2_000_000
 """So near to a send time the client sleeps instead of waiting for outputs: sockets are polled in milliseconds."""
+WRITES_PARTS = ("pandas", "pyarrow.parquet")
+"""Loaded before the run begins: at the first part it would make the requests of half a second late."""
 FLUSH_S = 5.0
 """How long the engine may take for its last, empty step."""
 
@@ -68,6 +72,8 @@ class LiveEngine:
         `on_tick`: called several times a second; what it raises ends the run. `max_concurrency`: requests that may be
         in flight; the others are sent when one of those has ended.
         """
+        for module in WRITES_PARTS:
+            import_module(module)
         origin_ns = time.monotonic_ns()
         self._log.begin(log, origin_ns, log_blocks=log_blocks, on_step=on_step)
         client = _Client(
@@ -109,12 +115,16 @@ class _Client:
         self._pull()
 
     def run(self) -> None:
-        """Serves the workload to its end."""
+        """Serves the workload to its end.
+
+        Raises EngineDeadError, and StalledError when the engine waits for something that will not come.
+        """
         while self._due or self._log.in_flight:
             self._on_tick()
             self._send_due()
             self._abort_due()
             self._receive()
+            self._log.flush_if_due()
             for request_id, ended_ns in self._log.take_ended():
                 self._workload.finished(request_id, ended_ns)
                 self._pull()
@@ -138,6 +148,9 @@ class _Client:
     def _send_due(self) -> None:
         while self._may_send():
             due_ns, _, spec = heapq.heappop(self._due)
+            if spec.abort_s is not None and seconds_to_ns(spec.abort_s) <= self._log.now_ns():
+                self._give_up(spec)
+                continue
             prompt = self._tokens.prompt(spec).token_ids()
             sent_ns = self._log.now_ns()
             self.send_delays_ns.append(sent_ns - due_ns)
@@ -159,6 +172,12 @@ class _Client:
             if spec.abort_s is not None:
                 heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._count, spec.request_id))
 
+    def _give_up(self, spec: RequestSpec) -> None:
+        """Its client waited for its turn in vain, or it came late: it is logged, and not sent."""
+        spec = replace(spec, arrival_s=ns_to_seconds(self._log.now_ns()))
+        self._on_request(spec)
+        self._log.given_up(spec)
+
     def _abort_due(self) -> None:
         while self._aborts and self._aborts[0][0] <= self._log.now_ns():
             _, _, request_id = heapq.heappop(self._aborts)
@@ -169,12 +188,14 @@ class _Client:
         """Takes in outputs until the next thing is due, or until some came."""
         times = [self._due[0][0]] if self._due and not self._full() else []
         times += [abort[0] for abort in self._aborts[:1]]
+        if not times and (stalled := self._engine.stalled) is not None:
+            raise StalledError(stalled)
         left_ns = min(times, default=2**62) - self._log.now_ns()
-        wait_s = min(max(left_ns - FINE_NS, 0) / 1e9, POLL_S)
-        if self._log.in_flight and (left_ns > FINE_NS or left_ns <= 0):
-            self._engine.step(timeout_s=wait_s)
-        elif left_ns > 0:
-            time.sleep(min(left_ns / 1e9, POLL_S))
+        if 0 < left_ns <= FINE_NS:
+            time.sleep(left_ns / 1e9)
+        else:
+            # Also with nothing in flight: the engine may die while it has nothing to do.
+            self._engine.step(timeout_s=min(max(left_ns - FINE_NS, 0) / 1e9, POLL_S))
 
     def _full(self) -> bool:
         return self._max_concurrency is not None and len(self._log.in_flight) >= self._max_concurrency

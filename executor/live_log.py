@@ -10,7 +10,11 @@ from servetwin.sim.contract import StepResult
 from servetwin.sim.events import EventLog
 from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame, StepObserver
 from servetwin.sim.timeline import StepTimes
+from servetwin.sim.units import NS_PER_S
 from servetwin.workloads.spec import RequestSpec
+
+FLUSH_FIRST_NS, FLUSH_LAST_NS = NS_PER_S, 10 * NS_PER_S
+"""A run writes what is new after so long at first, and from its first minute on after so long."""
 
 
 class LiveLog:
@@ -24,12 +28,13 @@ class LiveLog:
         self._ended: list[tuple[str, int]] = []
         self._log: EventLog | None = None
         self._origin_ns = 0
+        self._flush_at_ns = FLUSH_FIRST_NS
         self._log_blocks = False
         self._on_step: StepObserver | None = None
 
     def begin(self, log: EventLog, origin_ns: int, *, log_blocks: bool, on_step: StepObserver) -> None:
         """From now on there is a run, which began at `origin_ns`."""
-        self._log, self._origin_ns = log, origin_ns
+        self._log, self._origin_ns, self._flush_at_ns = log, origin_ns, FLUSH_FIRST_NS
         self._log_blocks, self._on_step = log_blocks, on_step
 
     def now_ns(self) -> int:
@@ -41,6 +46,21 @@ class LiveLog:
         if spec.request_id in self.in_flight:
             raise ValueError(f"request_id {spec.request_id!r} is in use by an unfinished request")
         self.in_flight[spec.request_id] = spec
+
+    def given_up(self, spec: RequestSpec) -> None:
+        """A request whose client gave up before its turn to be sent: the engine never hears of it."""
+        self.sent(spec)
+        now_ns = self.now_ns()
+        self._writes.arrived(spec, now_ns)
+        self._writes.aborted(spec.request_id, now_ns, computed_tokens=0, blocks=0)
+        self._end(spec.request_id, self._origin_ns + now_ns)
+
+    def flush_if_due(self) -> None:
+        """Writes what is new if it is time: a killed run has left it, and a long one has not too many parts."""
+        now_ns = self.now_ns()
+        if now_ns >= self._flush_at_ns:
+            self._writes.flush()
+            self._flush_at_ns = self.now_ns() + min(max(now_ns // 6, FLUSH_FIRST_NS), FLUSH_LAST_NS)
 
     def take_ended(self) -> Sequence[tuple[str, int]]:
         """(request id, ns) of those that ended since the last call."""
@@ -80,6 +100,9 @@ class LiveLog:
             self._end(request_id, end_ns)
         if self._on_step is not None:
             self._on_step(frame, result, outputs)
+
+    def sat_out(self, frame: Frame) -> None:
+        self._writes.sat_out(self._on_our_clock(frame))
 
     def block_changes(self, changes: Sequence[BlockChange], now_ns: int) -> None:
         if self._log_blocks:

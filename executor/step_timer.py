@@ -13,6 +13,7 @@ import torch
 from servetwin.executor.compilation import compile_model
 from servetwin.executor.input_batch import InputBatch, build_warm_up_batch
 from servetwin.executor.kv_budget import choose_num_blocks
+from servetwin.executor.memory_errors import memory_errors_told
 from servetwin.executor.model_loader import load_model
 from servetwin.executor.model_runner import ModelRunner
 from servetwin.executor.packed_model import PackedModel
@@ -129,6 +130,7 @@ class CudaStopwatch(Stopwatch):
         return round(elapsed_ms * 1e6)
 
 
+@memory_errors_told()
 def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
     """The executor named `torch`. ValueError for options that the machine or the model cannot serve."""
     if options.model is None:

@@ -18,8 +18,15 @@ from servetwin.sim.units import NS_PER_S, ns_to_seconds
 
 WAITING, BEFORE_FIRST_TOKEN, DECODING = "waiting", "running before the first token", "decoding"
 RUNNING, PREEMPTED = "running", "preempted"
-STEP_BOUNDARY, NOT_LOGGED = "step boundary", "not in the log"
-"""Beside the reasons of the log: the engine takes requests in between two steps only; a killed run knows no more."""
+STEP_BOUNDARY, ON_ITS_WAY = "step boundary", "on its way to the engine"
+"""Before the engine has it: requests are taken in between two steps only; on the wall clock sending takes time, too."""
+NEXT_SCHEDULE, NOT_LOGGED = "next schedule call", "not in the log"
+"""Beside the reasons of the log, which a schedule call finds: until the first one; a killed run knows no more."""
+
+TAKEN_IN = {
+    STEP_BOUNDARY: "taken in at the end of the step that ran when it arrived",
+    ON_ITS_WAY: "reached the engine",
+}
 
 ORDER_AT_ONE_INSTANT = (
     "arrived", "queued", "first token", "finished", "aborted", "refused", "scheduled", "resumed", "preempted", "wait",
@@ -100,6 +107,8 @@ def explain(log: Tables, config: EngineConfig, request_id: str, partial: str | N
     `partial`: why the log of the run is not whole, if it is not. Raises UnknownRequestError.
     """
     life = read_life(log, request_id)
+    circumstances = Circumstances(log, config)
+    taken_in = STEP_BOUNDARY if circumstances.step_ran_at(life.arrival_ns) else ON_ITS_WAY
     return Story(
         request_id=request_id,
         outcome=life.row.outcome,
@@ -107,8 +116,8 @@ def explain(log: Tables, config: EngineConfig, request_id: str, partial: str | N
         num_prompt_tokens=life.row.num_prompt_tokens,
         num_output_tokens=life.row.num_output_tokens,
         latencies_ns=life.row.latencies_ns,
-        moments=tuple(sorted(_moments(life, Circumstances(log, config)), key=_order)),
-        phases=_phases(life),
+        moments=tuple(sorted(_moments(life, circumstances, taken_in), key=_order)),
+        phases=_phases(life, taken_in),
         total_ns=life.end_ns - life.arrival_ns,
     )
 
@@ -116,15 +125,14 @@ def explain(log: Tables, config: EngineConfig, request_id: str, partial: str | N
 # ---------------------------------------------------------------- moments
 
 
-def _moments(life: Life, circumstances: Circumstances) -> Iterator[Moment]:
+def _moments(life: Life, circumstances: Circumstances, taken_in: str) -> Iterator[Moment]:
     for event in life.events:
         yield Moment(event.time_ns, event.kind, _happened(life, event))
     for wait in life.waits:
         text = circumstances.sentence(wait)
         yield Moment(wait.from_ns, "wait", text, wait.until_ns, wait.reason.value)
     if life.queued_ns > life.arrival_ns:
-        text = "taken in at the end of the step that ran when it arrived"
-        yield Moment(life.queued_ns, "queued", text)
+        yield Moment(life.queued_ns, "queued", TAKEN_IN[taken_in])
     if life.first_token_ns is not None:
         yield Moment(life.first_token_ns, "first token", "first token")
     if not life.ended:
@@ -167,25 +175,26 @@ def _happened(life: Life, event: Event) -> str:
 # ---------------------------------------------------------------- where its time went
 
 
-def _phases(life: Life) -> tuple[Phase, ...]:
+def _phases(life: Life, taken_in: str) -> tuple[Phase, ...]:
     """Adds up what `_stretches` gives, in order of first appearance."""
     totals: dict[tuple[str, str | None], int] = {}
-    for name, reason, duration_ns in _stretches(life):
+    for name, reason, duration_ns in _stretches(life, taken_in):
         if duration_ns:
             totals[name, reason] = totals.get((name, reason), 0) + duration_ns
     return tuple(Phase(name, reason, duration) for (name, reason), duration in totals.items())
 
 
-def _stretches(life: Life) -> Iterator[tuple[str, str | None, int]]:
+def _stretches(life: Life, taken_in: str) -> Iterator[tuple[str, str | None, int]]:
     """From arrival to end without gap: (phase, reason, ns)."""
-    yield WAITING, STEP_BOUNDARY, life.queued_ns - life.arrival_ns
+    yield WAITING, taken_in, life.queued_ns - life.arrival_ns
     since, running, name = life.queued_ns, False, WAITING
     for event in [*life.events[1:], None]:
         until = life.end_ns if event is None else event.time_ns
         if running:
             yield from _running(life, since, until)
         else:
-            yield from _waiting(life, name, since, until)
+            whole = event is not None or life.row.is_written
+            yield from _waiting(life, name, since, until, NEXT_SCHEDULE if whole else NOT_LOGGED)
         since, name = until, PREEMPTED
         running = event is not None and event.kind in ("scheduled", "resumed")
 
@@ -200,14 +209,16 @@ def _running(life: Life, since: int, until: int) -> Iterator[tuple[str, str | No
         yield DECODING, None, until - split
 
 
-def _waiting(life: Life, name: str, since: int, until: int) -> Iterator[tuple[str, str | None, int]]:
-    """The logged waits, and what they leave over."""
+def _waiting(
+    life: Life, name: str, since: int, until: int, rest: str
+) -> Iterator[tuple[str, str | None, int]]:
+    """The logged waits, and what they leave over, for which `rest` is the reason."""
     left = until - since
     for wait in life.waits:
         if since <= wait.from_ns and wait.until_ns <= until:
             yield name, wait.reason.value, wait.until_ns - wait.from_ns
             left -= wait.until_ns - wait.from_ns
-    yield name, NOT_LOGGED, left
+    yield name, rest, left
 
 
 def _ms(ns: int | None) -> float | None:

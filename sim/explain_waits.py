@@ -47,6 +47,7 @@ class Circumstances:
         self._steps = log.steps
         self._events = log.events
         self._step_starts = ns_array(log.steps.start_s)
+        self._step_ends = ns_array(log.steps.end_s)
         self._event_times = ns_array(log.events.time_s)
         self._event_ends = ns_array(log.events.until_s)
 
@@ -54,6 +55,10 @@ class Circumstances:
         """What the reason means, with the figures of the first step that found it where the log has that step."""
         figures = self._figures(wait, self.steps_of(wait))
         return f"{MEANINGS[wait.reason]} ({figures})" if figures else MEANINGS[wait.reason]
+
+    def step_ran_at(self, time_ns: int) -> bool:
+        """Some step began no later than this and ended no earlier."""
+        return bool(((self._step_starts <= time_ns) & (time_ns <= self._step_ends)).any())
 
     def steps_of(self, wait: Wait) -> pd.DataFrame:
         """The steps whose schedule call found the request waiting for this reason, in order."""

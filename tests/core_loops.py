@@ -105,6 +105,9 @@ class Told:
     ) -> None:
         self.calls.append(("stepped", (frame, result, times, end_ns, outputs)))
 
+    def sat_out(self, frame: Frame) -> None:
+        self.calls.append(("sat_out", (frame,)))
+
     def block_changes(self, changes: list[BlockChange], now_ns: int) -> None:
         self.calls.append(("block_changes", (changes, now_ns)))
 

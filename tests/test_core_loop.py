@@ -33,7 +33,7 @@ from servetwin.executor.step_worker import WorkerStep
 from servetwin.sim.contract import LogprobsLists, ModelRunnerOutput, SchedulerOutput, StepResult, to_json
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.progress_guard import StalledError
-from servetwin.sim.records import EngineCoreOutputs, Finish
+from servetwin.sim.records import EngineCoreOutputs, Finish, WaitReason
 from servetwin.sim.step_check import StepResultError
 from servetwin.sim.timeline import StepTimes
 
@@ -275,12 +275,15 @@ def pairs_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_an_engine_whose_policy_lets_nobody_in_waits_for_something_to_come(pairs_only: str) -> None:
     """It has no work (so nobody spins), says why, and goes on with the next request."""
-    with engine(engine_args(scheduling_policy=pairs_only)) as (loop, executor):
+    told = Told()
+    with engine(engine_args(scheduling_policy=pairs_only), listener=told) as (loop, executor):
         loop.add_request(request("a", max_tokens=3))
         assert run_to_end(loop) == []
         assert not loop.has_work()
         assert "may_admit of the policy closed_door:OnlyPairs refuses 'a'" in (loop.stalled or "")
         assert not executor.plans
+        [(frame,)] = told.of("sat_out")
+        assert (frame.record.head, frame.record.head_reason) == ("a", WaitReason.POLICY)
         loop.add_request(request("b", max_tokens=3))
         assert len(tokens_of(run_to_end(loop))) == 6
 
@@ -321,6 +324,19 @@ def test_the_lanes_of_a_step_follow_each_other_on_the_wall_clock() -> None:
         assert frame.start_ns + times.schedule_ns <= times.prepare_start_ns
         assert times.device_start_ns == times.prepare_start_ns + result.prepare_ns
         assert times.device_end_ns + times.update_ns == end_ns
+
+
+def test_the_lanes_of_a_synchronous_step_fill_its_time() -> None:
+    """Nothing goes on beside them: handing the plan over and waking the worker up is a part of scheduling."""
+    told = Told()
+    with engine(engine_args(async_scheduling=False), listener=told) as (loop, _):
+        loop.add_request(request("a", max_tokens=4))
+        run_to_end(loop)
+    assert len(told.of("stepped")) == 5
+    for frame, result, times, end_ns, _ in told.of("stepped"):
+        host_ns = times.schedule_ns + times.update_ns
+        assert frame.start_ns + times.schedule_ns == times.prepare_start_ns
+        assert frame.start_ns + result.prepare_ns + result.device_ns + host_ns == end_ns
 
 
 def test_an_executor_may_state_more_time_than_has_gone_by() -> None:

@@ -21,6 +21,8 @@ import psutil
 import pytest
 from core_loops import Told, engine_args, fetch, request, tokens_of
 
+from servetwin.executor import core_process
+from servetwin.executor.core_process import CoreProcess, make_private_folder
 from servetwin.executor.engine_core_client import (
     EngineCoreClient,
     EngineDeadError,
@@ -289,32 +291,68 @@ def test_a_bad_start_says_what_is_wrong_and_leaves_nothing(multiprocess: bool, t
 
 
 def test_a_policy_of_the_callers_folder_may_wait_and_may_fail(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The child finds it. A wait that nothing would end is an error, not a hang; its exception is the engine's end."""
     (tmp_path / "moody.py").write_text(MOODY_POLICY)
     monkeypatch.syspath_prepend(tmp_path)
     client = MPClient(engine_args(model_folder, scheduling_policy="moody:Moody"))
     client.add_request(request("a", max_tokens=2))
+    assert client.stalled is None
     with pytest.raises(StalledError, match="may_admit of the policy moody:Moody refuses 'a'"):
         client.get_outputs()
+    assert "refuses 'a'" in (client.stalled or "")
     assert client.get_outputs(timeout_s=0.05) == []
     client.add_request(request("b", max_tokens=2))
+    assert client.stalled is None
     fetch(client, ["a", "b"])
     unlucky = request("c")
     unlucky.priority = 13
     client.add_request(unlucky)
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match=f"pid {client.pid}.* failed: ZeroDivisionError: thirteen"):
+        with pytest.raises(
+            EngineDeadError,
+            match=rf"pid {client.pid}.* failed: the scheduling policy moody:Moody raised ZeroDivisionError: thirteen "
+            r"\(.*moody.py, line 7, in may_admit\)",
+        ):
             client.get_outputs()
     with pytest.raises(EngineDeadError, match="thirteen"):
         client.add_request(request("d"))
     assert gone(client.pid)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 0},
+        {"gpu_memory_utilization": 1.5},
+        {"num_gpu_blocks_override": 0},
+        {"kv_cache_memory_bytes": 0, "num_gpu_blocks_override": None},
+    ],
+)
+def test_what_no_model_could_be_served_with_is_refused_without_a_child(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line that names the option."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a child was started"))
+    with pytest.raises(ValueError) as caught:
+        MPClient(engine_args(**options))
+    assert next(iter(options)).removesuffix("_override") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_blocks", [10**13, 10**17])
+def test_a_cache_that_no_memory_holds_is_one_line(num_blocks: int, model_folder: Path) -> None:
+    """Whichever way torch's allocator says so."""
+    with pytest.raises(ValueError, match=r"does not fit into memory: .+; lower num_gpu_blocks") as caught:
+        InprocClient(engine_args(model_folder, num_gpu_blocks_override=num_blocks))
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_level_of_the_log_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LEVEL_VARIABLE, "LOUD")
-    with pytest.raises(ValueError, match=r"SERVETWIN_LOGGING_LEVEL 'LOUD' is not known; allowed: .*INFO"):
+    monkeypatch.setenv(LEVEL_VARIABLE, "Loud")
+    with pytest.raises(ValueError, match=r"SERVETWIN_LOGGING_LEVEL 'Loud' is not known; allowed: .*INFO"):
         log_to_stderr()
 
 
@@ -411,8 +449,8 @@ def test_signals_to_the_parent(model_folder: Path) -> None:
     with start_script(CLIENT_SCRIPT + WAITS_FOR_SIGNALS, model_folder) as script:
         assert script.stdout is not None and script.stderr is not None
         pid = int(script.stdout.readline())
-        folders = Held.now().folders - before
-        assert len(folders) == 1
+        # So that nothing can be left even if both are killed.
+        assert Held.now().folders == before
         os.killpg(script.pid, signal.SIGINT)
         assert script.stdout.readline() == "served\n"
         script.kill()
@@ -449,6 +487,69 @@ def test_ctrl_c_during_the_start_ends_both(model_folder: Path) -> None:
     assert log.count("KeyboardInterrupt") == 1
     assert all(gone(child.pid) for child in children)
     assert Held.now().folders == before
+
+
+def test_ctrl_c_while_the_child_is_born_does_not_lose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the child is held, and ends it."""
+    before = Held.now()
+    popen, born = subprocess.Popen, []
+
+    def interrupted(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        born.append(popen(*args, **kwargs))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return born[0]
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        CoreProcess()
+    assert born[0].returncode is not None
+    assert Held.now() == before
+
+
+# ---------------------------------------------------------------- the surroundings
+
+
+def test_a_folder_with_a_long_name_is_not_used_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket's path has a limit: a shorter folder is taken, or the message says what to do."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    folder = make_private_folder()
+    assert folder.parent == Path("/tmp")
+    folder.rmdir()
+    monkeypatch.setattr(core_process, "SHORT_TEMPORARY_FOLDER", str(tmp_path / "nowhere"))
+    with pytest.raises(OSError, match=r"xxx is too long .* cannot be used \(No such file.*set TMPDIR"):
+        make_private_folder()
+    assert not list(long.iterdir())
+
+
+def test_a_fork_has_no_part_in_its_parents_engine(listened: Listened) -> None:
+    """Every call says whose it is, ending it does nothing, and the parent is served on."""
+    client = listened.client
+    calls: list[Callable[[], object]] = [
+        client.get_outputs,
+        client.reset_prefix_cache,
+        lambda: client.add_request(request("forked")),
+        lambda: client.abort_requests(["forked"]),
+    ]
+    pid = os.fork()
+    if pid == 0:
+        refused = [says_whose_it_is(call, os.getppid()) for call in calls]
+        client.shutdown()
+        os._exit(0 if all(refused) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    client.add_request(request("parents", max_tokens=2))
+    assert len(fetch_only(client, "parents")) == 2
+
+
+def says_whose_it_is(call: Callable[[], object], owner_pid: int) -> bool:
+    try:
+        call()
+    except EngineDeadError as e:
+        return f"belongs to process {owner_pid}" in str(e)
+    return False
 
 
 def test_no_thread_of_a_client_runs_on(inproc: InprocClient) -> None:

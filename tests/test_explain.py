@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 
 from servetwin.sim.cli import run
 from servetwin.sim.config import EngineConfig, RunConfig
-from servetwin.sim.contract import StepResult
-from servetwin.sim.events import MemorySink, Sink
+from servetwin.sim.contract import CachedRequestData, ModelRunnerOutput, SchedulerOutput, StepResult
+from servetwin.sim.events import EventLog, MemorySink, Sink
 from servetwin.sim.explain import Story, explain
 from servetwin.sim.explain_life import UnknownRequestError
 from servetwin.sim.explain_text import lines, milliseconds
 from servetwin.sim.policy import FCFS, AdmissionState
-from servetwin.sim.records import EngineCoreOutputs, Frame
+from servetwin.sim.records import Admission, EngineCoreOutputs, Finish, Frame, ScheduleRecord
 from servetwin.sim.request import Request
 from servetwin.sim.runs import RunWriter
 from servetwin.sim.tables import Tables
+from servetwin.sim.timeline import StepTimes
 from servetwin.workloads import RequestSpec
 
 STEP_NS = 10_000_000
@@ -330,6 +331,30 @@ def test_a_request_is_taken_in_between_steps() -> None:
         ("running before the first token", None): 10.0,
     }
     assert "taken in at the end of the step that ran when it arrived, 6.000 ms later" in text(story)
+
+
+def test_on_the_wall_clock_sending_and_the_next_schedule_call_take_time() -> None:
+    """Nothing ran when it was sent, and nothing held it up: neither is called a step or a gap of the log."""
+    sink = MemorySink()
+    log = EventLog(sink, log_blocks=False)
+    log.arrived(spec("a", 4, 1), 2_000_000)
+    plan = SchedulerOutput([], CachedRequestData(), {"a": 4}, 4, {}, [0], set())
+    frame = Frame(
+        0, 3_000_000, plan, ScheduleRecord(admitted=[Admission("a", resumed=False, hit_tokens=0, blocks=1)])
+    )
+    log.scheduled(frame)
+    result = StepResult(0, 7_000_000, ModelRunnerOutput([], {}, []), "story")
+    times = StepTimes(0, 3_000_000, 3_000_000, 10_000_000)
+    outputs = EngineCoreOutputs({"a": [7]}, {"a": Finish("length", None)})
+    log.stepped(frame, result, times, 10_000_000, outputs)
+    log.close(10_000_000)
+    story = explain(sink, engine_config(), "a")
+    assert phases_ms(story) == {
+        ("waiting", "on its way to the engine"): 2.0,
+        ("waiting", "next schedule call"): 1.0,
+        ("running before the first token", None): 7.0,
+    }
+    assert "reached the engine, 2.000 ms later" in text(story)
 
 
 def test_who_stood_before_it_is_named() -> None:

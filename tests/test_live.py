@@ -8,15 +8,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from servetwin.executor.live import LiveEngine, Served
 from servetwin.executor.testing import TINY_VOCAB_SIZE, tiny_model
+from servetwin.sim.contract import EngineDeadError, SamplingParams
+from servetwin.sim.engine_options import EngineOptions
+from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.runs import Run, read_run
+from servetwin.sim.tables import Part
+from servetwin.sim.token_source import TokenSource
+from servetwin.workloads.spec import ListWorkload, RequestSpec
 
 SERVETWIN = Path(sys.executable).with_name("servetwin")
 ENGINE = ["--dtype", "float32", "--max-num-seqs", "3", "--block-size", "4", "--max-model-len", "64"]
@@ -183,6 +191,132 @@ def test_max_concurrency_holds_requests_back(model: Path, tmp_path: Path) -> Non
     requests = run.requests.sort_values("arrival_s")
     assert (requests.arrival_s.iloc[1:].to_numpy() >= requests.finish_s.iloc[:-1].to_numpy()).all()
     assert run.config["max_concurrency"] == 1
+
+
+# ---------------------------------------------------------------- the client, without a command around it
+
+ONLY_PAIRS = """
+from servetwin.sim.policy import FCFS
+
+class OnlyPairs(FCFS):
+    def may_admit(self, request, state):
+        return state.num_waiting > 1 or bool(state.running)
+"""
+
+
+class CountingSink(MemorySink):
+    """Counts how often something was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+
+    def write(self, parts: Mapping[str, Part]) -> None:
+        super().write(parts)
+        self.writes += 1
+
+
+def live_engine(model: Path, **options: Any) -> LiveEngine:
+    small: dict[str, Any] = {
+        "max_num_seqs": 3,
+        "block_size": 4,
+        "max_model_len": 64,
+        "num_gpu_blocks_override": 40,
+    }
+    return LiveEngine(
+        EngineOptions(model=model, dtype="float32", max_num_batched_tokens=32, **small, **options)
+    )
+
+
+@pytest.fixture(scope="module")
+def shared_engine(model: Path) -> Iterator[LiveEngine]:
+    engine = live_engine(model)
+    yield engine
+    engine.close()
+
+
+def spec(request_id: str, arrival_s: float = 0.0, output_tokens: int = 2, **fields: Any) -> RequestSpec:
+    return RequestSpec(
+        request_id=request_id, arrival_s=arrival_s, prompt_tokens=5, output_tokens=output_tokens, **fields
+    )
+
+
+def serve_with(
+    engine: LiveEngine,
+    requests: list[RequestSpec],
+    sink: MemorySink,
+    on_tick: Any = lambda: None,
+    **options: Any,
+) -> Served:
+    return engine.serve(
+        ListWorkload(requests),
+        EventLog(sink, log_blocks=False),
+        tokens=TokenSource(TINY_VOCAB_SIZE, 0),
+        sampling=lambda r: SamplingParams(temperature=0, max_tokens=r.output_tokens, ignore_eos=True),
+        log_blocks=False,
+        on_request=lambda _: None,
+        on_step=lambda *_: None,
+        on_tick=on_tick,
+        **options,
+    )
+
+
+def test_whoever_gave_up_before_its_turn_is_not_sent(shared_engine: LiveEngine) -> None:
+    """It is logged as arrived and aborted, and the engine never had it."""
+    sink = MemorySink()
+    requests = [spec("first", output_tokens=20), spec("gone", abort_s=0.0), spec("last")]
+    served = serve_with(shared_engine, requests, sink, max_concurrency=1)
+    ends = sink.requests.set_index("request_id").finish_reason.to_dict()
+    assert ends == {"first": "length", "gone": "abort", "last": "length"}
+    gone = sink.events[sink.events.request_id == "gone"]
+    assert gone.kind.tolist() == ["arrived", "aborted"]
+    assert gone[["computed_tokens", "blocks"]].to_numpy().max() == 0
+    assert len(served.send_delays_ns) == 2
+
+
+def test_a_slow_run_is_written_while_it_goes_on(shared_engine: LiveEngine) -> None:
+    """Long before it has a hundred steps, what is over by then is there."""
+    sink = CountingSink()
+    serve_with(shared_engine, [spec("early"), spec("late", 1.5)], sink)
+    assert sink.writes == 2
+    first, *_ = sink.parts("requests")
+    assert first.column("request_id").to_pylist() == ["early"]
+
+
+def test_a_policy_that_lets_nobody_in_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When nothing else will come: not while there is another request to be sent. The wait has its reason."""
+    (tmp_path / "only_pairs.py").write_text(ONLY_PAIRS)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine, sink = live_engine(model, scheduling_policy="only_pairs:OnlyPairs"), MemorySink()
+    try:
+        with pytest.raises(StalledError, match="may_admit of the policy only_pairs:OnlyPairs refuses 'c'"):
+            serve_with(engine, [spec("a"), spec("b", 0.3), spec("c", 0.8)], sink)
+    finally:
+        engine.close()
+    ends = sink.requests.set_index("request_id").finish_reason.to_dict()
+    assert (ends["a"], ends["b"]) == ("length", "length")
+    waits = sink.events[sink.events.kind == "wait"]
+    assert [(w.request_id, w.reason) for w in waits.itertuples()] == [("a", "policy"), ("c", "policy")]
+
+
+def test_an_engine_that_dies_while_it_has_nothing_to_do_ends_the_run(model: Path) -> None:
+    """At once: not when the next request is due."""
+    this = psutil.Process()
+    before = this.children()
+    engine = live_engine(model)
+    [child] = [c for c in this.children() if c not in before]
+
+    def on_tick() -> None:
+        if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            child.kill()
+
+    try:
+        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+            serve_with(engine, [spec("much-later", 100_000.0)], MemorySink(), on_tick)
+    finally:
+        engine.close()
 
 
 @pytest.fixture
