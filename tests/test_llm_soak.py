@@ -56,10 +56,11 @@ def random_params(rng: random.Random) -> SamplingParams:
 
     max_tokens = rng.randint(1, 24)
     token_ids = rng.sample(range(3, TINY_VOCAB_SIZE), 12)
+    temperature = rng.choice([0.0, 0.0, 0.7, 1.5])
     return SamplingParams(
-        temperature=rng.choice([0.0, 0.0, 0.7, 1.5]),
+        temperature=temperature,
         max_tokens=max_tokens,
-        n=rng.choice([1, 1, 1, 1, 2, 3]),
+        n=rng.choice([1, 1, 2, 3]) if temperature else 1,
         ignore_eos=rng.random() < 0.5,
         **now_and_then(
             seed=rng.randint(0, 99),
