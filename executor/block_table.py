@@ -23,6 +23,8 @@ class BlockTable:
 
     def __init__(self, max_num_reqs: int, max_model_len: int, block_size: int) -> None:
         self.block_size = block_size
+        power = block_size.bit_length() - 1
+        self._shift = power if block_size == 1 << power else None
         self.max_blocks = cdiv(max_model_len, block_size)
         self.table: npt.NDArray[np.int32] = np.zeros((max_num_reqs, self.max_blocks), dtype=np.int32)
         self.num_blocks: npt.NDArray[np.int64] = np.zeros(max_num_reqs, dtype=np.int64)
@@ -72,7 +74,11 @@ class BlockTable:
         Positions lie inside the blocks of their row. Widened to int64 before the product, which passes
         2**31 in large pools.
         """
-        places, offsets = np.divmod(positions, self.block_size)
+        if self._shift is None:
+            places, offsets = np.divmod(positions, self.block_size)
+        else:
+            # Division is the slowest thing that is done to every token.
+            places, offsets = positions >> self._shift, positions & (self.block_size - 1)
         slots = self.table[rows, places].astype(np.int64)
         slots *= self.block_size
         slots += offsets

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -96,7 +97,7 @@ class RequestStates:
         else:
             self._change_rows(plan)
             cached_rows = self._rows_of(cached.req_ids)
-        self.num_computed_tokens[cached_rows] = cached.num_computed_tokens
+        self.num_computed_tokens[cached_rows] = np.array(cached.num_computed_tokens, dtype=np.int64)
         self._take_blocks(cached, cached_rows)
         self._take_counts(plan.num_scheduled_tokens)
         self._take_drafts(plan.scheduled_spec_decode_tokens)
@@ -252,9 +253,9 @@ class RequestStates:
 
     def _take_blocks(self, cached: CachedRequestData, rows: Int64Array) -> None:
         """`rows`: of the cached requests. A resumed one gets a whole table, the others what they need more."""
-        given = [
-            (index, blocks[0]) for index, blocks in enumerate(cached.new_block_ids) if blocks is not None
-        ]
+        # Most rows get none, and are not looked at one by one.
+        new = cached.new_block_ids
+        given = [(index, blocks[0]) for index, blocks in compress(enumerate(new), new) if blocks is not None]
         if self.continued and all(len(block_ids) == 1 for _, block_ids in given):
             if given:
                 growing = rows[[index for index, _ in given]]
