@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import import_module
 
 from servetwin.executor.engine_args import EngineArgs
@@ -18,6 +18,7 @@ from servetwin.executor.llm_engine import LLMEngine
 from servetwin.sim.contract import SamplingParams
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.events import EventLog
+from servetwin.sim.live_server import Served
 from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.records import StepObserver
 from servetwin.sim.token_source import TokenSource
@@ -32,16 +33,6 @@ WRITES_PARTS = ("pandas", "pyarrow.parquet")
 """Loaded before the run begins: at the first part it would make the requests of half a second late."""
 FLUSH_S = 5.0
 """How long the engine may take for its last, empty step."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """What came of a live run besides its log."""
-
-    end_ns: int
-    """Since the start of the run."""
-    send_delays_ns: list[int]
-    """Per request: how much later than due it was sent."""
 
 
 class LiveEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from servetwin.sim.config import EngineConfig
@@ -13,18 +14,14 @@ from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import RequestSpec, Workload
 
 
-class Served(Protocol):
+@dataclass(frozen=True)
+class Served:
     """What came of a run on the wall clock besides its log."""
 
-    @property
-    def end_ns(self) -> int:
-        """Since the start of the run."""
-        ...
-
-    @property
-    def send_delays_ns(self) -> Sequence[int]:
-        """Per request: how much later than due it was sent."""
-        ...
+    end_ns: int
+    """Since the start of the run."""
+    send_delays_ns: Sequence[int]
+    """Per request: how much later than due it was sent."""
 
 
 class LiveServer(Protocol):
