@@ -130,15 +130,11 @@ class _Client:
             heapq.heappush(self._due, (seconds_to_ns(spec.arrival_s), self._count, spec))
 
     def _may_send(self) -> bool:
-        return (
-            bool(self._due)
-            and self._due[0][0] <= self._log.now_ns()
-            and (self._max_concurrency is None or len(self._log.in_flight) < self._max_concurrency)
-        )
+        return bool(self._due) and self._due[0][0] <= self._log.now_ns() and not self._full()
 
     def _send_due(self) -> None:
         while self._may_send():
-            due_ns, _, spec = heapq.heappop(self._due)
+            due_ns, number, spec = heapq.heappop(self._due)
             if spec.abort_s is not None and seconds_to_ns(spec.abort_s) <= self._log.now_ns():
                 self._give_up(spec)
                 continue
@@ -161,7 +157,7 @@ class _Client:
                 self._log.refused(spec.request_id, time.monotonic_ns(), str(e))
                 continue
             if spec.abort_s is not None:
-                heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._count, spec.request_id))
+                heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), number, spec.request_id))
 
     def _give_up(self, spec: RequestSpec) -> None:
         """Its client waited for its turn in vain, or it came late: it is logged, and not sent."""
