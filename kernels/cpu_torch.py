@@ -4,6 +4,7 @@ Two choices matter for speed on a CPU. The query heads that share a kv head beco
 `scaled_dot_product_attention(enable_gqa=True)` is several times slower. And requests are taken one by one, except
 decode rows of similar length, which are padded into groups as long as a group stays in the cache of a core: then
 the calls it saves outweigh the padding (4 to 9 times faster below 256 tokens), beyond it memory traffic wins.
+Prompt chunks without window or softcap need no mask (`cpu_torch_prefill`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from servetwin.kernels.cpu_torch_prefill import attend_chunk
+from servetwin.kernels.float8 import as_bits, gather_blocks, quantize
 from servetwin.kernels.host_metadata import RequestSpan, check_slots, request_spans
 
 MAX_TILE_QUERIES = 256
-"""Query rows per attention call: later keys are then skipped for most rows of a long prompt chunk."""
+"""Query rows per masked attention call: later keys are then skipped for most rows of a long prompt chunk."""
 MAX_GROUP_TOKENS = 512
 """Decode rows over longer contexts are attended one by one."""
 MAX_GROUP_ELEMENTS = 1 << 19
@@ -49,9 +52,14 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Paged causal attention; arguments as in `ops.paged_attention`."""
     output = query.new_zeros(query.shape)
+    if key_scale is not None:
+        # Scaling the scores scales the keys, and scaling the output below the values: one product each.
+        scale *= float(key_scale)
     scoring = Scoring(scale, sliding_window, softcap)
     max_seq_len = block_table.shape[1] * key_cache.shape[1]
     spans = request_spans(seq_lens, query_start_loc, num_tokens=query.shape[0], max_seq_len=max_seq_len)
@@ -63,15 +71,22 @@ def paged_attention(
         if span.first_real_row >= span.query_len or request in done:
             continue
         first_key = scoring.first_visible(span.context_len + span.first_real_row)
-        keys = _gather(key_cache, blocks, first_key, span.seq_len)
-        values = _gather(value_cache, blocks, first_key, span.seq_len)
+        keys = _gather(key_cache, blocks, first_key, span.seq_len, query.dtype)
+        values = _gather(value_cache, blocks, first_key, span.seq_len, query.dtype)
         rows = slice(span.query_start, span.query_start + span.query_len)
         _attend_request(query[rows], keys, values, first_key, span, scoring, output[rows])
-    return output
+    return output if value_scale is None else output.mul_(value_scale)
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Cache write; arguments as in `ops.reshape_and_cache`."""
     block_size = key_cache.shape[1]
@@ -80,8 +95,8 @@ def reshape_and_cache(
     if not bool(written.all()):
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     where = slot_mapping // block_size, slot_mapping % block_size
-    key_cache.index_put_(where, key)
-    value_cache.index_put_(where, value)
+    as_bits(key_cache).index_put_(where, as_bits(quantize(key, key_scale)))
+    as_bits(value_cache).index_put_(where, as_bits(quantize(value, value_scale)))
 
 
 def _decode_groups(spans: list[RequestSpan], cache: Tensor, scoring: Scoring) -> list[list[int]]:
@@ -124,8 +139,8 @@ def _attend_decode_group(
     hidden = ~visible[..., None, None]
     shape = (len(group), num_blocks * block_size, kv_heads, dim)
     # Zeroed, not only masked: a slot that was never written may hold NaN, and 0 times NaN is NaN.
-    keys = key_cache.index_select(0, blocks).view(shape).masked_fill_(hidden, 0)
-    values = value_cache.index_select(0, blocks).view(shape).masked_fill_(hidden, 0)
+    keys = gather_blocks(key_cache, blocks, query.dtype).view(shape).masked_fill_(hidden, 0)
+    values = gather_blocks(value_cache, blocks, query.dtype).view(shape).masked_fill_(hidden, 0)
     rows = torch.tensor([spans[i].query_start for i in group], device=query.device)
     packed = query[rows].view(len(group), kv_heads, -1, dim)
     out = scaled_dot_product_attention(
@@ -134,14 +149,14 @@ def _attend_decode_group(
     output[rows] = out.reshape(len(group), -1, dim)
 
 
-def _gather(cache: Tensor, blocks: Tensor, first: int, end: int) -> Tensor:
+def _gather(cache: Tensor, blocks: Tensor, first: int, end: int, dtype: torch.dtype) -> Tensor:
     """Positions first .. end - 1 of one request, [kv_heads, end - first, dim], read block by block.
 
     Only the columns of `blocks` [max_blocks] that hold these positions are read.
     """
     block_size = cache.shape[1]
     first_block = first // block_size
-    gathered = cache.index_select(0, blocks[first_block : -(-end // block_size)])
+    gathered = gather_blocks(cache, blocks[first_block : -(-end // block_size)], dtype)
     start = first - first_block * block_size
     return gathered.flatten(0, 1)[start : start + end - first].transpose(0, 1)
 
@@ -155,10 +170,28 @@ def _attend_request(
     scoring: Scoring,
     output: Tensor,
 ) -> None:
-    """Attends the rows of one request, query [query_len, heads, dim], in tiles; writes into `output`, alike.
+    """Attends the rows of one request, query [query_len, heads, dim]; writes into `output`, alike.
 
     keys, values: [kv_heads, n, dim], whose first position is `first_key`.
     """
+    plain = scoring.sliding_window is None and scoring.softcap is None
+    if plain and span.query_len - span.first_real_row > 1:
+        rows = slice(span.first_real_row, None)
+        output[rows] = attend_chunk(query[rows], keys, values, scale=scoring.scale)
+    else:
+        _attend_in_tiles(query, keys, values, first_key, span, scoring, output)
+
+
+def _attend_in_tiles(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first_key: int,
+    span: RequestSpan,
+    scoring: Scoring,
+    output: Tensor,
+) -> None:
+    """As `_attend_request`, with a mask where a tile has more than one row."""
     kv_heads, num_keys = keys.shape[:2]
     score_rows = query.shape[1] if scoring.softcap is not None else query.shape[1] // kv_heads
     tile = max(1, min(MAX_TILE_QUERIES, MAX_TILE_SCORES // (score_rows * num_keys)))

@@ -58,3 +58,9 @@ def check_slots(slot_mapping: Tensor, num_slots: int) -> None:
     """Raises ValueError when a slot lies beyond a cache of `num_slots` = blocks * block_size."""
     if slot_mapping.numel() and (highest := int(slot_mapping.max())) >= num_slots:
         raise ValueError(f"slot_mapping: got slot {highest}, expected at most {num_slots - 1}")
+
+
+def check_block_ids(name: str, block_ids: Tensor, num_blocks: int) -> None:
+    """Raises ValueError when a block of the argument `name` lies beyond a cache of `num_blocks`."""
+    if block_ids.numel() and (highest := int(block_ids.max())) >= num_blocks:
+        raise ValueError(f"{name}: got block {highest}, expected at most {num_blocks - 1}")

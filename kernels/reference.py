@@ -1,6 +1,6 @@
 """The kernels as their definitions read, in plain torch: slow, and what every other backend is tested against.
 
-Arithmetic is in float32 whatever the storage.
+Arithmetic is in float32 whatever the storage. A float8 cache holds x / scale, and is read as stored * scale.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from servetwin.kernels.float8 import quantize
 from servetwin.kernels.host_metadata import check_slots, request_spans
 
 
@@ -22,6 +23,8 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Paged causal attention; arguments as in `ops.paged_attention`.
 
@@ -43,15 +46,21 @@ def paged_attention(
             visible = torch.arange(first, position + 1, device=query.device)
             where = blocks[visible // block_size].long(), visible % block_size
             token = span.query_start + row
-            output[token] = _attend(query[token], key_cache[where], value_cache[where], scale, softcap)
+            keys, values = _read(key_cache, where, key_scale), _read(value_cache, where, value_scale)
+            output[token] = _attend(query[token], keys, values, scale, softcap)
     return output
 
 
+def _read(cache: Tensor, where: tuple[Tensor, Tensor], scale: Tensor | None) -> Tensor:
+    """The cache at these blocks and offsets, [n, kv_heads, dim] in float32."""
+    stored = cache[where].float()
+    return stored if scale is None else stored * scale
+
+
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """One token, query [heads, dim], over exactly the keys it sees, [n, kv_heads, dim]: [heads, dim]."""
+    """One token, query [heads, dim], over exactly the keys it sees, [n, kv_heads, dim] float32: [heads, dim]."""
     group = query.shape[0] // keys.shape[1]
-    keys = keys.float().repeat_interleave(group, dim=1)
-    values = values.float().repeat_interleave(group, dim=1)
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
     scores = scale * torch.einsum("hd,nhd->hn", query.float(), keys)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -59,15 +68,25 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: 
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Cache write; arguments as in `ops.reshape_and_cache`.
 
     cache[slot // block_size, slot % block_size] = token   for every token with slot >= 0
+
+    A float8 cache gets token / scale, clamped to its range of +-448.
     """
     block_size = key_cache.shape[1]
     check_slots(slot_mapping, key_cache.shape[0] * block_size)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
-            key_cache[slot // block_size, slot % block_size] = key[token]
-            value_cache[slot // block_size, slot % block_size] = value[token]
+            where = slot // block_size, slot % block_size
+            key_cache[where] = quantize(key[token], key_scale)
+            value_cache[where] = quantize(value[token], value_scale)

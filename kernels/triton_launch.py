@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from triton import knobs
+from triton import knobs, next_power_of_2
 from triton.runtime import driver
 
+WARP_SIZE = 32
 INTERPRETED: bool = knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter; fixed when triton is first imported (TRITON_INTERPRET=1)."""
 
@@ -19,6 +20,12 @@ def target_arch() -> int:
     """The compute capability kernels are built for, times ten (90: Hopper); 0 in the interpreter and outside CUDA."""
     arch = 0 if INTERPRETED else driver.active.get_current_target().arch
     return arch if isinstance(arch, int) else 0
+
+
+def warps_for(elements: int) -> int:
+    """Warps of a program that handles `elements` one by one: 8 a thread, one 16-byte access of 16-bit elements."""
+    warps: int = next_power_of_2(elements) // (8 * WARP_SIZE)
+    return min(16, max(1, warps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
 """Triton kernel that writes this step's keys and values into the paged cache.
 
-One program copies one token (or a part of it, when kv_heads * dim is large) of both K and V.
+    cache[slot // block_size, slot % block_size] = x, or x / scale as float8_e4m3fn, for every token with a slot >= 0
+
+key and value [tokens, kv_heads, dim]; key and value cache [blocks, block_size, kv_heads, dim]; slots [tokens]. The
+reference is `reference.reshape_and_cache`. One program copies one token (or a part of it, when kv_heads * dim is
+large) of both K and V. Strides come as one tuple per tensor, in the order of its dimensions.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from servetwin.kernels.triton_fp8 import check_target, store_scaled
 from servetwin.kernels.triton_launch import INTERPRETED, Launch
 
 __all__ = ["INTERPRETED", "plan_launch", "reshape_and_cache"]
@@ -24,21 +29,13 @@ def reshape_and_cache_kernel(
     key_cache_ptr,  # [blocks, block_size, kv_heads, dim]
     value_cache_ptr,  # [blocks, block_size, kv_heads, dim]
     slot_mapping_ptr,  # [tokens] int64
+    key_scale_ptr,  # [1] float32, or None
+    value_scale_ptr,  # [1] float32, or None
     num_slots,
-    stride_k_token,
-    stride_k_head,
-    stride_k_dim,
-    stride_v_token,
-    stride_v_head,
-    stride_v_dim,
-    stride_kc_block,
-    stride_kc_slot,
-    stride_kc_head,
-    stride_kc_dim,
-    stride_vc_block,
-    stride_vc_slot,
-    stride_vc_head,
-    stride_vc_dim,
+    key_strides,
+    value_strides,
+    key_cache_strides,
+    value_cache_strides,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -57,20 +54,27 @@ def reshape_and_cache_kernel(
     head = (element // HEAD_DIM).to(tl.int64)
     dim = (element % HEAD_DIM).to(tl.int64)
 
-    key = tl.load(
-        key_ptr + token * stride_k_token + head * stride_k_head + dim * stride_k_dim, mask=mask, other=0.0
-    )
-    value = tl.load(
-        value_ptr + token * stride_v_token + head * stride_v_head + dim * stride_v_dim, mask=mask, other=0.0
-    )
-    key_base = key_cache_ptr + block * stride_kc_block + offset * stride_kc_slot
-    value_base = value_cache_ptr + block * stride_vc_block + offset * stride_vc_slot
-    tl.store(key_base + head * stride_kc_head + dim * stride_kc_dim, key, mask=mask)
-    tl.store(value_base + head * stride_vc_head + dim * stride_vc_dim, value, mask=mask)
+    key_base = key_ptr + token * key_strides[0]
+    value_base = value_ptr + token * value_strides[0]
+    key = tl.load(key_base + head * key_strides[1] + dim * key_strides[2], mask=mask, other=0.0)
+    value = tl.load(value_base + head * value_strides[1] + dim * value_strides[2], mask=mask, other=0.0)
+    key_slot = key_cache_ptr + block * key_cache_strides[0] + offset * key_cache_strides[1]
+    value_slot = value_cache_ptr + block * value_cache_strides[0] + offset * value_cache_strides[1]
+    key_pointers = key_slot + head * key_cache_strides[2] + dim * key_cache_strides[3]
+    value_pointers = value_slot + head * value_cache_strides[2] + dim * value_cache_strides[3]
+    store_scaled(key_pointers, key, key_scale_ptr, mask)
+    store_scaled(value_pointers, value, value_scale_ptr, mask)
 
 
 def plan_launch(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Launch:
     """The grid and the arguments of the kernel for these tensors, of which only shape, dtype and strides are used."""
     tokens, kv_heads, dim = key.shape
@@ -81,8 +85,9 @@ def plan_launch(
         kernel=reshape_and_cache_kernel,
         grid=(tokens, triton.cdiv(elements, block_elements)),
         args=(
-            *(key, value, key_cache, value_cache, slot_mapping.contiguous(), blocks * block_size),
-            *(*key.stride(), *value.stride(), *key_cache.stride(), *value_cache.stride()),
+            *(key, value, key_cache, value_cache, slot_mapping.contiguous()),
+            *(key_scale, value_scale, blocks * block_size),
+            *(key.stride(), value.stride(), key_cache.stride(), value_cache.stride()),
         ),
         constants={
             "KV_HEADS": kv_heads,
@@ -96,9 +101,18 @@ def plan_launch(
 
 
 def reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Cache write; arguments as in `ops.reshape_and_cache`."""
     if key.numel():
+        scales = {"key_scale": key_scale, "value_scale": value_scale}
         with torch.cuda.device_of(key):
-            plan_launch(key, value, key_cache, value_cache, slot_mapping).run()
+            check_target(key_cache)
+            plan_launch(key, value, key_cache, value_cache, slot_mapping, **scales).run()

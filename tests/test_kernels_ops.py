@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +127,147 @@ def test_cache_write_refuses_wrong_arguments(changed: dict[str, Any], message: s
         ops.reshape_and_cache(**write_arguments(**changed))
 
 
+def block_arguments(**changed: Any) -> dict[str, Any]:
+    cache = torch.zeros(6, 4, 2, 16)
+    return {"key_cache": cache, "value_cache": cache.clone()} | changed
+
+
+def rotary_arguments(**changed: Any) -> dict[str, Any]:
+    angles = torch.zeros(3, 8)
+    return write_arguments() | {"query": torch.zeros(3, 4, 16), "cos": angles, "sin": angles} | changed
+
+
+def norm_arguments(**changed: Any) -> dict[str, Any]:
+    return {"x": torch.zeros(3, 8), "weight": torch.zeros(8), "eps": 1e-6} | changed
+
+
+LAYERS_REFUSED = {
+    "copy-columns": (
+        ops.copy_blocks,
+        block_arguments(block_mapping=torch.zeros(2, 3).long()),
+        r"block_mapping: got \[2, 3\] int64, expected \[any, 2\] int64",
+    ),
+    "copy-caches": (
+        ops.copy_blocks,
+        block_arguments(block_mapping=torch.zeros(2, 2).long(), value_cache=torch.zeros(6, 4, 2, 8)),
+        "value_cache: got .* expected the shape and dtype of key_cache",
+    ),
+    "zero-dtype": (
+        ops.zero_blocks,
+        block_arguments(block_ids=torch.zeros(2, dtype=torch.int32)),
+        r"block_ids: got \[2\] int32, expected \[any\] int64",
+    ),
+    "zero-cache-dtype": (
+        ops.zero_blocks,
+        block_arguments(block_ids=torch.zeros(2).long(), key_cache=torch.zeros(6, 4, 2, 16).int()),
+        "key_cache: got .* int32, expected 4 dimensions of float32, float16, bfloat16 or float8_e4m3fn",
+    ),
+    "norm-dtype": (
+        ops.rms_norm,
+        norm_arguments(x=torch.zeros(3, 8).long()),
+        r"x: got \[3, 8\] int64, expected rows of at least one float32",
+    ),
+    "norm-weight": (
+        ops.rms_norm,
+        norm_arguments(weight=torch.zeros(9)),
+        r"weight: got \[9\] float32, expected \[8\] float32",
+    ),
+    "norm-residual": (
+        ops.rms_norm,
+        norm_arguments(residual=torch.zeros(2, 8)),
+        "residual: got .* expected the shape and dtype of x",
+    ),
+    "rotary-odd": (
+        ops.rotary_and_cache,
+        rotary_arguments(cos=torch.zeros(3, 7), sin=torch.zeros(3, 7)),
+        "cos: got 7 dimensions, expected an even number from 2 to the head dim, 16",
+    ),
+    "rotary-wide": (
+        ops.rotary_and_cache,
+        rotary_arguments(cos=torch.zeros(3, 18), sin=torch.zeros(3, 18)),
+        "cos: got 18 dimensions, expected an even number from 2 to the head dim, 16",
+    ),
+    "rotary-angles": (
+        ops.rotary_and_cache,
+        rotary_arguments(cos=torch.zeros(2, 8)),
+        r"cos: got \[2, 8\] float32, expected \[3, any\] float32",
+    ),
+    "rotary-key": (
+        ops.rotary_and_cache,
+        rotary_arguments(query=torch.zeros(3, 4, 32)),
+        "key: got .* expected the tokens, head dim and dtype of query",
+    ),
+    "rotary-scale": (
+        ops.rotary_and_cache,
+        rotary_arguments(key_scale=torch.ones(1)),
+        "key_scale: got a scale, expected None with caches of float32",
+    ),
+    "silu-rank": (ops.silu_and_mul, {"gate_up": torch.zeros(8)}, "gate_up: got .* expected 2 dimensions"),
+    "silu-odd": (
+        ops.silu_and_mul,
+        {"gate_up": torch.zeros(2, 7)},
+        "gate_up: got 7 columns, expected an even",
+    ),
+    "backend": (
+        ops.silu_and_mul,
+        {"gate_up": torch.zeros(2, 8), "backend": "cuda"},
+        "backend: got 'cuda', expected 'triton', 'cpu', 'reference'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("operation", "arguments", "message"), LAYERS_REFUSED.values(), ids=LAYERS_REFUSED)
+def test_layers_refuse_wrong_arguments(
+    operation: Callable[..., Any], arguments: dict[str, Any], message: str
+) -> None:
+    """One error that names the argument, what came and what is expected."""
+    with pytest.raises(ValueError, match=message):
+        operation(**arguments)
+
+
+def float8_cache() -> dict[str, Any]:
+    cache = torch.zeros(6, 4, 2, 16).to(torch.float8_e4m3fn)
+    return {"key_cache": cache, "value_cache": cache.clone()}
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"value_scale": torch.ones(1)}, "key_scale: got None, expected a float32 tensor of one element"),
+        (
+            {"key_scale": torch.ones(1), "value_scale": torch.ones(2)},
+            r"value_scale: got \[2\] float32, expected a float32 tensor of one element",
+        ),
+        (
+            {"key_scale": torch.ones(1).half(), "value_scale": torch.ones(1)},
+            r"key_scale: got \[1\] float16, expected a float32 tensor of one element",
+        ),
+        (
+            {"key_scale": torch.ones(1, device="meta"), "value_scale": torch.ones(1)},
+            "key_scale: got a tensor on meta, expected all tensors on cpu",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        (ops.paged_attention, attention_arguments),
+        (ops.reshape_and_cache, write_arguments),
+        (ops.rotary_and_cache, rotary_arguments),
+    ],
+    ids=["paged_attention", "reshape_and_cache", "rotary_and_cache"],
+)
+def test_float8_caches_need_both_scales(
+    operation: Callable[..., Any],
+    arguments: Callable[..., dict[str, Any]],
+    scales: dict[str, Any],
+    message: str,
+) -> None:
+    """A forgotten scale is an error, never silently 1."""
+    with pytest.raises(ValueError, match=message):
+        operation(**arguments(**float8_cache(), **scales))
+
+
 def test_cpu_tensors_take_the_cpu_backend_by_default() -> None:
     """Constant values come back whatever the weights, query heads grouped by kv head in order."""
     values = torch.ones(6, 4, 2, 16)
@@ -159,8 +302,10 @@ def test_a_missing_triton_is_named_with_its_extra() -> None:
 def test_kernel_modules_import_without_gpu_or_interpreter() -> None:
     """The kernels import anywhere; a launch on CPU tensors is refused in our words."""
     pytest.importorskip("triton")
+    modules = sorted(p.stem for p in (Path(ops.__file__).parent).glob("triton_*.py"))
+    assert len(modules) >= 8
     out = run_python(
-        "from servetwin.kernels import triton_paged_attention, triton_reshape_and_cache\n"
+        f"from servetwin.kernels import {', '.join(modules)}\n"
         "try: WRITE(backend='triton')\n"
         "except ValueError as e: print(e)\n"
     )
