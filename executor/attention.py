@@ -1,8 +1,11 @@
-"""Paged attention behind transformers' attention interface.
+"""Paged attention behind transformers' attention interface, and for layers of our own.
 
 Writing K/V and attending are two custom operators. The second takes the (empty) result of the first as an
 argument, so that a compiler, which sees neither the cache nor the forward context, keeps their order: every
 K/V of a layer is written before any row of that layer reads.
+
+Layers that are never compiled (`fused_attention.py`) call the kernels one after the other: a custom operator costs the
+host some 10 µs a call, more than launching its kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from servetwin.executor.forward_context import get_forward_context
+from servetwin.executor.forward_context import ForwardContext, get_forward_context
 from servetwin.kernels import ops
 
 ATTENTION_NAME = "servetwin_paged"
@@ -43,19 +46,7 @@ def attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """Attention of query `[tokens, heads, dim]` over the layer's cache; `written` is `write_kv`'s."""
-    context = get_forward_context()
-    metadata, cache = context.attention_metadata, context.kv_caches[layer_index]
-    return ops.paged_attention(
-        query,
-        cache.key,
-        cache.value,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-    )
+    return _attend(query, get_forward_context(), layer_index, scale, sliding_window, softcap)
 
 
 @attend.register_fake
@@ -91,6 +82,50 @@ def paged_attention_forward(
     written = write_kv(_packed(key), _packed(value), layer_index)
     output = attend(_packed(query), written, layer_index, scaling, sliding_window, softcap)
     return output.unsqueeze(0), None
+
+
+def rotate_and_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layer_index: int,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Rotary embedding, KV write and attention of a layer, for code that is not compiled.
+
+    query `[tokens, heads, dim]`, key and value `[tokens, kv_heads, dim]` before the rotation, of any strides; cos and
+    sin `[tokens, rotary_dim]`. Gives `[tokens, heads, dim]`.
+    """
+    context = get_forward_context()
+    cache, slots = context.kv_caches[layer_index], context.attention_metadata.slot_mapping
+    rotated = ops.rotary_and_cache(query, key, value, cos, sin, cache.key, cache.value, slots)
+    return _attend(rotated, context, layer_index, scale, sliding_window, softcap)
+
+
+def _attend(
+    query: torch.Tensor,
+    context: ForwardContext,
+    layer_index: int,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    metadata, cache = context.attention_metadata, context.kv_caches[layer_index]
+    return ops.paged_attention(
+        query,
+        cache.key,
+        cache.value,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ HARMLESS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("runner", "task"), ("auto", "generate")),
     **dict.fromkeys(
         (
-            "enforce_eager", "trust_remote_code", "disable_log_stats", "disable_custom_all_reduce", "download_dir",
+            "trust_remote_code", "disable_log_stats", "disable_custom_all_reduce", "download_dir",
             "disable_cascade_attn",
         ),
         (ANY,),

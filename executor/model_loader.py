@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from servetwin.executor.attention import ATTENTION_NAME
+from servetwin.executor.cpu_features import cpu_has_bfloat16
 from servetwin.executor.kv_cache import KVCacheSpec
 from servetwin.executor.rope import default_max_model_len, fix_rope, max_positions, why_unsupported_rope
 from servetwin.executor.supported_models import SUPPORTED_MODEL_TYPES as SUPPORTED_MODEL_TYPES
@@ -53,14 +54,11 @@ class LoadedModel:
     kv_cache_spec: KVCacheSpec
     sliding_window: int | None
     """Set when some layer attends to the last so many tokens only."""
+    num_parameters: int
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
 
 
 def load_model(
@@ -109,6 +107,7 @@ def describe_model(model: PreTrainedModel, name: str, max_model_len: int | None 
         eos_token_ids=_eos_token_ids(model),
         kv_cache_spec=kv_cache_spec(config, model.dtype),
         sliding_window=_sliding_window(config),
+        num_parameters=sum(p.numel() for p in model.parameters()),
     )
 
 
@@ -163,12 +162,7 @@ def resolve_dtype(
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
     if of_config not in (torch.bfloat16, torch.float16):
         return torch.float32
-    return torch.bfloat16 if device.type != "cpu" or _cpu_has_bfloat16() else torch.float32
-
-
-def _cpu_has_bfloat16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return torch.bfloat16 if device.type != "cpu" or cpu_has_bfloat16() else torch.float32
 
 
 def _random_model(

@@ -7,11 +7,13 @@ The reading order is that of `execute_model`. Whoever wants times calls its phas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from servetwin.executor import kv_cache
+from servetwin.executor.cuda_graphs import DecodeGraphs, GraphCapture
 from servetwin.executor.forward_context import ForwardContext
 from servetwin.executor.input_batch import InputBatch, build_input_batch, pack_rows
 from servetwin.executor.kv_ledger import KVLedger
@@ -21,8 +23,11 @@ from servetwin.executor.packed_model import PackedModel
 from servetwin.executor.request_state import PlanError, RequestStates
 from servetwin.executor.sampler import RowLogprobs, Sampler, SamplerOutput, SamplingRow
 from servetwin.executor.verification import Int64Array, kept_tokens
-from servetwin.sim.config import SpeculativeConfig
+from servetwin.kernels import ops
 from servetwin.sim.contract import DraftTokenIds, LogprobsLists, ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from servetwin.sim.config import SpeculativeConfig
 
 LogitsObserver = Callable[[list[str], torch.Tensor], None]
 UNKNOWN_DRAFT = -1
@@ -58,7 +63,18 @@ class ModelRunner:
         self.ledger = KVLedger(num_blocks, block_size, max_model_len)
         self.sampler = Sampler(loaded.eos_token_ids)
         self.proposer = None if speculative is None else NgramProposer(speculative, max_model_len)
+        self.decode_graphs: DecodeGraphs | None = None
         self.observe_logits: LogitsObserver | None = None
+
+    def capture_decode_graphs(self, sizes: Sequence[int], capture: GraphCapture) -> None:
+        """From now on decode batches run from graphs of these sizes (ascending). Raises GraphCaptureError."""
+        self.decode_graphs = DecodeGraphs(
+            self.model, self.kv_caches, sizes, self.states.block_table.max_blocks, capture
+        )
+
+    def graph_tokens(self, batch: InputBatch) -> int | None:
+        """The padded size at which `forward` replays this batch; None where it runs eagerly."""
+        return None if self.decode_graphs is None else self.decode_graphs.size_for(batch)
 
     def execute_model(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step and remembers the sampled tokens. Raises PlanError for a plan that cannot be run."""
@@ -81,11 +97,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Writes the batch's K/V and gives the logits `[num_logits, vocab_size]` at `logits_indices`."""
+        """Writes the batch's K/V and gives the logits `[num_logits, vocab_size]`, good until the next call."""
         if batch.block_ids_to_zero is not None:
             for cache in self.kv_caches:
-                cache.key[batch.block_ids_to_zero] = 0
-                cache.value[batch.block_ids_to_zero] = 0
+                ops.zero_blocks(cache.key, cache.value, batch.block_ids_to_zero)
+        if self.decode_graphs is not None and (size := self.decode_graphs.size_for(batch)) is not None:
+            return self.decode_graphs.forward(batch, size)
         context = ForwardContext(batch.attention_metadata, self.kv_caches)
         return self.model.forward(batch.input_ids, batch.positions, batch.logits_indices, context)
 

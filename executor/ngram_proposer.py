@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
-from servetwin.sim.config import SpeculativeConfig
+if TYPE_CHECKING:
+    from servetwin.sim.config import SpeculativeConfig
 
 
 class NgramProposer:

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 
 from servetwin.executor.compilation import compile_model
+from servetwin.executor.cpu_threads import set_threads
+from servetwin.executor.cuda_graphs import CudaGraphCapture, capture_sizes
+from servetwin.executor.eager_model import eager_model
+from servetwin.executor.engine_log import logger
 from servetwin.executor.input_batch import InputBatch, build_warm_up_batch
 from servetwin.executor.kv_budget import choose_num_blocks
 from servetwin.executor.memory_errors import memory_errors_told
 from servetwin.executor.model_loader import load_model
 from servetwin.executor.model_runner import ModelRunner
-from servetwin.executor.packed_model import PackedModel
+from servetwin.executor.stopwatch import stopwatch_for
+from servetwin.kernels import cpu_native
 from servetwin.sim.config import ExecutorOptions, ModelConfig
 from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult
 
@@ -36,7 +41,7 @@ class TorchStepTimer:
         self.runner = runner
         self.model_config = model_config
         self.num_gpu_blocks = num_gpu_blocks
-        self._clock: Stopwatch = CudaStopwatch() if runner.loaded.device.type == "cuda" else Stopwatch()
+        self._clock = stopwatch_for(runner.loaded.device, num_marks=3)
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Runs one plan; plans come in order. Raises PlanError for one that cannot be run."""
@@ -45,13 +50,22 @@ class TorchStepTimer:
         if batch is None:
             return StepResult(0, 0, ModelRunnerOutput([], {}, []), "measured")
         prepare_ns = time.perf_counter_ns() - start_ns
+        graph_tokens = self.runner.graph_tokens(batch)
         output, parts = self._run_batch(batch)
         start_ns = time.perf_counter_ns()
         drafts = self.runner.propose_draft_token_ids(output)
         if drafts is not None:
             parts["draft_ns"] = time.perf_counter_ns() - start_ns
         device_ns = sum(parts.values())
-        return StepResult(prepare_ns, device_ns, output, "measured", draft_token_ids=drafts, parts=parts)
+        return StepResult(
+            prepare_ns,
+            device_ns,
+            output,
+            "measured",
+            graph_tokens=graph_tokens,
+            draft_token_ids=drafts,
+            parts=parts,
+        )
 
     def _run_batch(self, batch: InputBatch) -> tuple[ModelRunnerOutput, dict[str, int]]:
         clock = self._clock
@@ -75,18 +89,23 @@ class TorchStepTimer:
     def describe(self) -> dict[str, Any]:
         """Hardware, versions and model for `run.json`."""
         loaded, spec = self.runner.loaded, self.runner.loaded.kv_cache_spec
+        graphs = self.runner.decode_graphs
         num_slots = self.num_gpu_blocks * self.runner.states.block_table.block_size
         described = {
             "device": device_name(loaded.device),
             "device_type": loaded.device.type,
             "threads": torch.get_num_threads(),
+            "load_average": list(os.getloadavg()),
             "dtype": str(spec.dtype).removeprefix("torch."),
             "versions": {name: installed_version(name) for name in ("torch", "transformers", "triton")},
             "model": loaded.name,
             "num_parameters": loaded.num_parameters,
             "kv_bytes_per_token": spec.bytes_per_token,
             "kv_cache_bytes": num_slots * spec.bytes_per_token,
+            "cudagraph_capture_sizes": [] if graphs is None else list(graphs.sizes),
         }
+        if loaded.device.type == "cpu":
+            described["cpu_kernels"] = cpu_native.status()
         if loaded.sliding_window is not None:
             described["note"] = (
                 f"sliding window of {loaded.sliding_window} tokens: attention honours it, but the scheduler "
@@ -96,38 +115,8 @@ class TorchStepTimer:
 
     def close(self) -> None:
         """Gives the cache's memory back; the executor is not usable afterwards."""
+        self.runner.decode_graphs = None
         self.runner.kv_caches.clear()
-
-
-class Stopwatch:
-    """Marks on the host's clock."""
-
-    def __init__(self) -> None:
-        self._marks_ns = [0, 0, 0]
-
-    def mark(self, index: int) -> None:
-        self._marks_ns[index] = time.perf_counter_ns()
-
-    def between_ns(self, first: int, second: int) -> int:
-        return self._marks_ns[second] - self._marks_ns[first]
-
-
-class CudaStopwatch(Stopwatch):
-    """Marks on the device's own time line, by events on the current stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        new_event: Any = torch.cuda.Event
-        self._events = [new_event(enable_timing=True) for _ in range(3)]
-
-    def mark(self, index: int) -> None:
-        self._events[index].record()
-
-    def between_ns(self, first: int, second: int) -> int:
-        # The last event may lie behind the copy that the host waited for.
-        self._events[second].synchronize()
-        elapsed_ms: float = self._events[first].elapsed_time(self._events[second])
-        return round(elapsed_ms * 1e6)
 
 
 @memory_errors_told()
@@ -135,6 +124,7 @@ def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
     """The executor named `torch`. ValueError for options that the machine or the model cannot serve."""
     if options.model is None:
         raise ValueError("executor torch needs a model: give --model FOLDER (a local Hugging Face folder)")
+    set_threads(options.threads)
     device = default_device()
     loaded = load_model(
         options.model,
@@ -144,7 +134,7 @@ def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
         seed=options.seed,
         max_model_len=options.max_model_len,
     )
-    model = compile_model(loaded) if options.compile else PackedModel(loaded.model)
+    model = compile_model(loaded) if options.compile else eager_model(loaded)
     num_blocks = choose_num_blocks(options, loaded, model)
     runner = ModelRunner(
         loaded,
@@ -165,7 +155,23 @@ def build_torch_executor(options: ExecutorOptions) -> TorchStepTimer:
     )
     executor = TorchStepTimer(runner, model_config, num_blocks)
     executor.warm_up(options.max_num_batched_tokens, options.max_num_seqs)
+    if sizes := _graph_sizes(options, loaded.device):
+        runner.capture_decode_graphs(sizes, CudaGraphCapture())
     return executor
+
+
+def _graph_sizes(options: ExecutorOptions, device: torch.device) -> tuple[int, ...]:
+    """Sizes of decode batches to capture; none on a CPU, where an explicit wish is answered with a line."""
+    wanted = options.cudagraph_capture_sizes
+    if device.type != "cuda":
+        if wanted is not None or options.max_cudagraph_capture_size is not None:
+            logger.warning("CUDA graph sizes have no effect on a CPU, where every step runs eagerly")
+        return ()
+    if options.enforce_eager:
+        return ()
+    return capture_sizes(
+        options.max_num_seqs, options.max_num_batched_tokens, wanted, options.max_cudagraph_capture_size
+    )
 
 
 def default_device() -> torch.device:

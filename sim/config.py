@@ -235,7 +235,28 @@ class ExecutorOptions(Config):
     """Who drafts, where the executor does (method ngram)."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    threads: Positive | None = None
+    """Threads that the processor computes with."""
+    enforce_eager: bool = False
+    """Capture no CUDA graphs of decode batches."""
+    cudagraph_capture_sizes: tuple[Positive, ...] | None = None
+    """Sizes of decode batches to capture."""
+    max_cudagraph_capture_size: Positive | None = None
+    """Largest of the default sizes."""
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _check_graph_sizes(self) -> Self:
+        sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        if self.enforce_eager and (sizes is not None or largest is not None):
+            raise ValueError("enforce_eager captures nothing: give no CUDA graph sizes with it")
+        if sizes == ():
+            raise ValueError("cudagraph_capture_sizes must not be empty; enforce_eager captures nothing")
+        if sizes is not None and largest not in (None, max(sizes)):
+            raise ValueError(
+                f"max_cudagraph_capture_size {largest} is not the largest of cudagraph_capture_sizes, {max(sizes)}"
+            )
+        return self
 
 
 class RunConfig(Config):

@@ -108,6 +108,11 @@ class EngineOptions:
     speculative_config: str | dict[str, Any] | None = None
     compile: bool = False
     """Ours: compile the model with torch.compile."""
+    threads: int | None = None
+    """Ours: threads that torch computes with on the CPU."""
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    max_cudagraph_capture_size: int | None = None
     vllm_compat: str = "0.22:exact"
     """Ours: whose decisions are taken, and whether its known defects are corrected (`sim/rules.py`)."""
     forget_uncomputed_blocks: bool | None = None
@@ -157,6 +162,10 @@ class EngineOptions:
             step_time_s=step_time_s,
             speculative=speculative,
             compile=self.compile,
+            threads=self.threads,
+            enforce_eager=self.enforce_eager,
+            cudagraph_capture_sizes=self.cudagraph_capture_sizes,
+            max_cudagraph_capture_size=self.max_cudagraph_capture_size,
             seed=self.seed,
         )
 

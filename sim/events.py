@@ -241,6 +241,7 @@ class EventLog:
             times.prepare_start_ns,
             times.device_start_ns,
             end_ns,
+            result.graph_tokens,
         )
 
     def _note_outputs(self, outputs: EngineCoreOutputs, end_ns: int) -> None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 NEVER = -1
 """In a column of times: it has not happened. Simulated time is never negative; a part says null."""
 
-Kind = Literal["time", "count", "text", "seconds"]
-"""time: integer ns in the buffer, seconds in a part; count: an integer; text: a string or None; seconds: a
-float or None that was never on the clock."""
+Kind = Literal["time", "count", "count or null", "text", "seconds"]
+"""time: integer ns in the buffer, seconds in a part; count: an integer; count or null: an integer or None; text: a
+string or None; seconds: a float or None that was never on the clock."""
 
 SCHEMAS: dict[str, dict[str, Kind]] = {
     "requests": {
@@ -77,6 +77,7 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "prepare_start_s": "time",
         "device_start_s": "time",
         "end_s": "time",
+        "graph_tokens": "count or null",
     },
     "events": {
         "time_s": "time",
@@ -159,7 +160,8 @@ def _arrow_array(values: ColumnValues, kind: Kind) -> pa.Array:
 def _arrow_type(kind: Kind) -> pa.DataType:
     import pyarrow as pa
 
-    return {"time": pa.float64(), "seconds": pa.float64(), "count": pa.int64(), "text": pa.string()}[kind]
+    types = {"time": pa.float64(), "seconds": pa.float64(), "text": pa.string()}
+    return types.get(kind, pa.int64())
 
 
 def arrow_schema(schema: Mapping[str, Kind]) -> pa.Schema:

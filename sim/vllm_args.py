@@ -102,6 +102,10 @@ def _positive(value: Any) -> int:
     return number
 
 
+def _numbers(value: Any) -> tuple[int, ...]:
+    return tuple(_positive(item) for item in (value if isinstance(value, list) else [value]))
+
+
 def _length(value: Any) -> int | None:
     # `auto` is the model's length, cut to what memory holds: where nothing is cut, the default; where it would
     # be, the pool is refused as too small for the default.
@@ -148,6 +152,9 @@ _MODELLED: dict[str, Callable[[Any], Any]] = {
     "scheduling_policy": _one_of(fcfs="fcfs", priority="priority"),
     "scheduler_reserve_full_isl": bool,
     "async_scheduling": bool,
+    "enforce_eager": bool,
+    "cudagraph_capture_sizes": _numbers,
+    "max_cudagraph_capture_size": _positive,
     "performance_mode": _one_of(balanced="balanced", throughput="throughput", interactivity="interactivity"),
 }
 _INERT = {"performance_mode": "interactivity"}
@@ -158,6 +165,8 @@ _SPECULATIVE = {
     "spec_tokens": "num_speculative_tokens",
 }
 """Short flags -> their keys in speculative_config."""
+_GRAPH_SIZES = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+"""Flags that are also keys of compilation_config."""
 _PARTIAL_PREFILLS = ("max_num_partial_prefills", "max_long_partial_prefills")
 
 
@@ -205,7 +214,7 @@ _REFUSED: dict[str, _Refusal] = {
 def _meaning(line: CommandLine) -> VllmArgs:
     engine: dict[str, Any] = {}
     ignored: list[str] = []
-    for name, value in line.flags.items():
+    for name, value in _with_graph_flags(line.flags).items():
         if name in _REFUSED:
             _refuse_unless_harmless(name, value)
         elif name in _MODELLED and _INERT.get(name) != value:
@@ -214,12 +223,28 @@ def _meaning(line: CommandLine) -> VllmArgs:
             ignored.append(spelled(name))
     if (speculative := _speculative_config(line.flags)) is not None:
         engine["speculative_config"] = speculative
+    if engine.get("enforce_eager"):
+        # As in vLLM: nothing is captured, whatever the sizes.
+        ignored += [spelled(name) for name in _GRAPH_SIZES if engine.pop(name, None) is not None]
     for name, value in line.environment.items():
         if name == V2_MODEL_RUNNER:
             engine["use_v2_model_runner"] = _switch(name, value)
         else:
             ignored.append(name)
     return VllmArgs(engine, tuple(ignored), _limits_nothing(line.flags))
+
+
+def _with_graph_flags(flags: dict[str, Any]) -> dict[str, Any]:
+    """What compilation_config says of CUDA graphs as flags of their own; those given as such win."""
+    if "compilation_config" not in flags:
+        return flags
+    config = dict(json_object("compilation_config", flags["compilation_config"]))
+    found = {name: config.pop(name) for name in _GRAPH_SIZES if name in config}
+    if config.get("cudagraph_mode") == "NONE":
+        del config["cudagraph_mode"]
+        found["enforce_eager"] = True
+    kept = {name: config if name == "compilation_config" else value for name, value in flags.items()}
+    return found | {name: value for name, value in kept.items() if value != {}}
 
 
 def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:

@@ -319,6 +319,19 @@ def test_counts_of_a_step_come_from_its_record() -> None:
     assert (row["rows"], row["decode_rows"], row["source"]) == (1, 0, "story")
 
 
+def test_the_padded_size_of_a_graph_is_null_where_none_ran() -> None:
+    story = Story()
+    story.log.arrived(request("a"), 0)
+    for step, size in enumerate([None, 8]):
+        frame = story.schedule(step, {"a": 1})
+        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "story", graph_tokens=size)
+        times = StepTimes(0, frame.start_ns, frame.start_ns, (step + 1) * S)
+        story.log.stepped(frame, result, times, (step + 1) * S, EngineCoreOutputs({"a": [1]}, {}))
+    story.log.close(2 * S)
+    assert story.sink.steps.graph_tokens.isna().tolist() == [True, False]
+    assert story.sink.steps.graph_tokens[1] == 8
+
+
 def test_parts_are_flushed_as_the_run_grows() -> None:
     """Before the run ends, at least half of its steps have been handed to the sink."""
     story = Story()

@@ -11,6 +11,7 @@ import torch
 from servetwin.executor import kv_cache
 from servetwin.executor.step_timer import TorchStepTimer, build_torch_executor
 from servetwin.executor.testing import PlanWriter, tiny_model, torch_threads
+from servetwin.kernels import cpu_native
 from servetwin.sim.config import ExecutorOptions
 from servetwin.sim.contract import SchedulerOutput, from_json, to_json
 from servetwin.sim.plugins import Executor, load
@@ -93,6 +94,36 @@ def test_a_method_that_it_cannot_draft_with_is_refused(folder: Path) -> None:
         build(folder, speculative={"method": "eagle", "num_speculative_tokens": 2})
 
 
+def test_graph_sizes_mean_nothing_on_a_cpu_and_it_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without them there is nothing to say."""
+    assert build(folder, cudagraph_capture_sizes=(1, 2)).runner.decode_graphs is None
+    assert "no effect on a CPU" in caplog.text
+    caplog.clear()
+    build(folder, enforce_eager=True)
+    build(folder)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enforce_eager": True, "cudagraph_capture_sizes": (1,)}, "give no CUDA graph sizes with it"),
+        ({"enforce_eager": True, "max_cudagraph_capture_size": 8}, "give no CUDA graph sizes with it"),
+        ({"cudagraph_capture_sizes": ()}, "must not be empty"),
+        ({"cudagraph_capture_sizes": (0,)}, "greater than 0"),
+        (
+            {"cudagraph_capture_sizes": (1, 4), "max_cudagraph_capture_size": 8},
+            "max_cudagraph_capture_size 8 is not the largest of cudagraph_capture_sizes, 4",
+        ),
+    ],
+)
+def test_graph_sizes_that_contradict_each_other_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExecutorOptions.model_validate(options)
+
+
 def test_an_empty_plan_takes_no_time(folder: Path) -> None:
     result = build(folder).run(PlanWriter(4, 20).plan({}))
     assert (result.prepare_ns, result.device_ns, result.output.req_ids) == (0, 0, [])
@@ -117,6 +148,7 @@ def test_it_describes_itself(folder: Path) -> None:
     assert described["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     assert described["kv_cache_bytes"] == 20 * 4 * 256
     assert described["threads"] == torch.get_num_threads()
+    assert described["cpu_kernels"] == cpu_native.status()
     assert described["versions"]["torch"] == torch.__version__
     assert "note" not in described
 

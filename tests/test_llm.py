@@ -398,7 +398,7 @@ def test_arrays_and_iterators_are_lists_of_prompts(llm: LLM) -> None:
 
 
 def test_arguments_of_vllm_that_change_nothing_are_taken(model: Path) -> None:
-    with in_process(model, tensor_parallel_size=1, enforce_eager=True, trust_remote_code=True) as made:
+    with in_process(model, tensor_parallel_size=1, trust_remote_code=True) as made:
         assert len(made.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids) == 12
     with pytest.raises(ValueError, match="tensor_parallel_size 2 is not modelled here; allowed is 1"):
         LLM(model, tensor_parallel_size=2)

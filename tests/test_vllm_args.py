@@ -190,6 +190,7 @@ def test_every_flag_of_the_table_is_known():
     assert args.engine["async_scheduling"] is True
     assert args.engine["performance_mode"] == "throughput"
     assert args.engine["gpu_memory_utilization"] == 0.92
+    assert args.engine["enforce_eager"] is True
     assert "--cudagraph-capture-sizes" in args.ignored
     assert args.limits_nothing == ()
 
@@ -209,6 +210,22 @@ def test_all_that_is_ignored_is_said_in_one_warning():
         "--vllm-args: ignored, since not modelled: --port, --trust-remote-code, --served-model-name, --api-key, "
         "--hf-token, --lora-modules, --compilation-config, --optimization-level, --performance-mode"
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "eager"),
+    [
+        ("--cudagraph-capture-sizes 1 2 4", (1, 2, 4), None),
+        ("--compilation-config.cudagraph_capture_sizes '[1, 8]'", (1, 8), None),
+        ("""-cc '{"cudagraph_capture_sizes": [3]}' --cudagraph-capture-sizes 5""", (5,), None),
+        ("""-cc '{"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [3]}'""", None, True),
+        ("--enforce-eager --cudagraph-capture-sizes 1 2", None, True),
+    ],
+)
+def test_graph_sizes_may_stand_in_the_compilation_config(text, sizes, eager):
+    """As in vLLM nothing is captured under enforce_eager, whatever the sizes."""
+    assert engine(text).get("cudagraph_capture_sizes") == sizes
+    assert engine(text).get("enforce_eager") is eager
 
 
 def test_nothing_ignored_is_no_warning():
@@ -252,6 +269,7 @@ def test_what_would_change_the_schedule_unmodelled_is_refused_by_name(text, mess
         ("--max-num-seqs many", "--max-num-seqs: 'many' is not a whole number"),
         ("--scheduling-policy sjf", "--scheduling-policy: 'sjf' must be one of fcfs, priority"),
         ("--dtype int8", "--dtype: 'int8' must be one of auto"),
+        ("--cudagraph-capture-sizes 4 0", "--cudagraph-capture-sizes: '0' must be 1 or more"),
         ("--max-num-partial-prefills 0", "--max-num-partial-prefills: '0' must be 1 or more"),
         ("--speculative-config ngram", "--speculative-config 'ngram': is not JSON"),
         ("--speculative-config 3", "--speculative-config '3': must be a JSON object"),

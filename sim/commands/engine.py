@@ -138,6 +138,10 @@ def _constant_engine(
         "--gpu-memory-utilization": flags.gpu_memory_utilization is not None,
         "--zero-fresh-blocks": flags.zero_fresh_blocks,
         "--compile": flags.compile,
+        "--threads": flags.threads is not None,
+        "--enforce-eager": flags.enforce_eager,
+        "--cudagraph-capture-sizes": flags.cudagraph_capture_sizes is not None,
+        "--max-cudagraph-capture-size": flags.max_cudagraph_capture_size is not None,
     }
     for name in (n for n, given in inert.items() if given):
         raise UsageError(f"{name} has no effect with --executor constant, which runs no model")

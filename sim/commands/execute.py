@@ -45,6 +45,14 @@ def execute(
             converter=whole_number, help="Longest prompt + output, in tokens (default: the recorded run's)."
         ),
     ] = None,
+    threads: Annotated[
+        int | None,
+        Parameter(
+            converter=whole_number,
+            help="CPU threads that torch computes with (default: one per physical core that the process may use; fewer "
+            "if OMP_NUM_THREADS says so).",
+        ),
+    ] = None,
     seed: Annotated[int, Parameter(help="Seed of random weights (--load-format dummy).")] = 0,
     json: Annotated[bool, Parameter(negative=(), help="Print the totals as one JSON object.")] = False,
 ) -> int:
@@ -68,6 +76,7 @@ def execute(
             block_size=block_size,
             num_gpu_blocks=num_gpu_blocks_override,
             max_model_len=max_model_len,
+            threads=threads,
             seed=seed,
             json=json,
         )

@@ -43,6 +43,7 @@ class ExecuteRequest:
     block_size: int | None
     num_gpu_blocks: int | None
     max_model_len: int | None
+    threads: int | None
     seed: int
     json: bool
 
@@ -124,6 +125,7 @@ def _options(request: ExecuteRequest, plans: Path) -> ExecutorOptions:
         model=request.model,
         load_format=request.load_format,
         dtype=dtype if request.dtype == "auto" and dtype in ("float32", "bfloat16") else request.dtype,
+        threads=request.threads,
         seed=request.seed,
         **limits,
     )
@@ -238,6 +240,7 @@ class _Execution:
                 "decode_tokens": decode_tokens,
                 "rows": len(rows),
                 "decode_rows": len(decode),
+                "graph_tokens": result.graph_tokens,
             }
         )
         self._num_steps += 1

@@ -30,6 +30,11 @@ def _int(group: Group, text: str, name: str | None = None) -> Parameter:
     return Parameter(name=name, group=group, help=text, converter=whole_number)
 
 
+def _ints(group: Group, text: str) -> Parameter:
+    """One integer or more behind one flag."""
+    return Parameter(group=group, help=text, consume_multiple=True, negative=())
+
+
 def _flag(group: Group, text: str) -> Parameter:
     return Parameter(group=group, help=text)
 
@@ -149,6 +154,38 @@ class EngineFlags:
         bool,
         _switch(MODEL, "Compile the model with torch.compile before the first step; executor torch only."),
     ] = False
+    threads: Annotated[
+        int | None,
+        _int(
+            MODEL,
+            "CPU threads that torch computes with (default: one per physical core that the process may use; fewer if "
+            "OMP_NUM_THREADS says so); executor torch only.",
+        ),
+    ] = None
+    enforce_eager: Annotated[
+        bool,
+        _switch(
+            MODEL,
+            "Capture no CUDA graphs: decode steps on a GPU launch their kernels one by one. On a CPU this is always "
+            "so. Executor torch only.",
+        ),
+    ] = False
+    cudagraph_capture_sizes: Annotated[
+        tuple[int, ...] | None,
+        _ints(
+            MODEL,
+            "Sizes of decode batches to capture as CUDA graphs, for example 1 2 4 8; a batch is padded to the next one "
+            "(default: 1, 2, 4, then steps of 8, from 256 on of 16). A CPU has none. Executor torch only.",
+        ),
+    ] = None
+    max_cudagraph_capture_size: Annotated[
+        int | None,
+        _int(
+            MODEL,
+            "Largest of the default sizes (default: 2 x max_num_seqs, at most 512). A CPU has none. Executor torch "
+            "only.",
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")
     ] = None

@@ -7,7 +7,10 @@ from dataclasses import replace
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.vllm_args import VllmArgs, parse_vllm_args
 
-NEEDS_A_MODEL = ("dtype", "load_format", "kv_cache_memory_bytes", "gpu_memory_utilization")
+NEEDS_A_MODEL = (
+    "dtype", "load_format", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager",
+    "cudagraph_capture_sizes", "max_cudagraph_capture_size",
+)  # fmt: skip
 """Fields that only an executor which runs a model can act on."""
 
 
