@@ -7,29 +7,14 @@ A mutation is one exact textual change to one file. `test_mutations.py` makes it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from kernel_mutations import KERNELS
+from mutation import Mutation
 
 GOLDENS = "test_golden_decisions.py::test_decisions_equal_the_recorded_ones"
 RULE_TESTS = "test_scheduler_rules.py"
 PROCESS = "test_engine_process.py"
 RUNNER = "test_executor_runner.py"
 SPECULATION = "test_executor_speculation.py"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One change and the tests that must notice it."""
-
-    name: str
-    rule: int
-    path: str
-    """Of the file, from the root of the repository."""
-    old: str
-    """Stands there exactly once."""
-    new: str
-    tests: tuple[str, ...] = ()
-    """file::name in `tests`."""
-
 
 SCHEDULER, ASYNC, STEP = "sim/scheduler.py", "sim/async_scheduler.py", "sim/step.py"
 POOL, MANAGER, RULES = "sim/block_pool.py", "sim/kv_cache_manager.py", "sim/rules.py"
@@ -797,10 +782,7 @@ OTHERS = (
         "kernels/cpu_torch.py",
         "written = slot_mapping >= 0",
         "written = slot_mapping >= -1",
-        (
-            "test_kernels_cache.py::test_padding_slots_write_nothing",
-            "test_executor_input_batch.py::test_the_warm_up_batch_writes_nothing",
-        ),
+        ("test_kernel_bug_list.py::test_bug_21_padding_writes_nothing[torch-reshape_and_cache]",),
     ),
     Mutation(
         "a chunk that ends early is sampled",
@@ -968,4 +950,4 @@ OTHERS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS
+MUTATIONS = SCHEDULING + OTHERS + KERNELS

@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mutation import Mutation
 from mutation_runner import check_noticed, copy_of_the_code, run_tests
-from mutations import MUTATIONS, SCHEDULING, Mutation
+from mutations import MUTATIONS, SCHEDULING
 
 pytest.importorskip("torch", reason="needs the extra `executor`")
 

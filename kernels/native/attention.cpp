@@ -20,11 +20,11 @@ namespace servetwin {
 namespace {
 
 constexpr int64_t TILE = 64;             // positions unpacked at once, and the room between rows of scores
-constexpr int64_t SPLIT_TILE = 32;       // likewise for a request with few rows, whose items hold many kv heads
-constexpr int64_t ITEM_QUERIES = 256;    // query rows x group of an item, which share an unpacked tile
+constexpr int64_t ITEM_QUERIES = 384;    // query rows x group of an item, which share an unpacked tile
 constexpr int64_t AHEAD = 16;            // positions asked for before they are unpacked
 constexpr int64_t SPLIT = 512;           // positions of an item of a request with few rows
 constexpr int64_t MAX_SPLIT_ROWS = 16;   // a request with more rows has items enough without splits
+constexpr int64_t ITEM_KEYS = 1 << 15;   // floats of the unpacked keys of an item, as many of its values: 256 KiB
 constexpr int64_t ITEMS_PER_THREAD = 2;  // with fewer the kv heads of an item are taken apart
 
 // The arguments of a call; `AttentionArguments` in cpu_native.py has the same fields in the same order.
@@ -110,15 +110,22 @@ inline bool same_rows(const Item& a, const Item& b) {
     return a.request == b.request && a.row == b.row && a.head == b.head;
 }
 
-// Takes the kv heads apart: each alone for many queries, else only as far as the threads need it.
+// kv heads of an item: one for many queries, else as many as a core's cache holds and the threads leave together.
+template <typename T>
+int64_t heads_together(const Attention<T>& a, const Item& item, int64_t parts) {
+    if (item.rows > MAX_SPLIT_ROWS) return 1;
+    int64_t most = std::max<int64_t>(1, ITEM_KEYS / (TILE * a.padded_dim()));
+    return std::min(most, (a.kv_heads + parts - 1) / parts);
+}
+
+// Takes the kv heads apart.
 template <typename T>
 std::vector<Item> cut_by_head(const Attention<T>& a, const std::vector<Item>& items, int64_t threads) {
     int64_t parts = std::max<int64_t>(1, threads * ITEMS_PER_THREAD / std::max<int64_t>(1, items.size()));
     std::vector<Item> cut;
     for (size_t first = 0, last; first < items.size(); first = last) {
         for (last = first; last < items.size() && same_rows(items[first], items[last]);) ++last;
-        bool many = items[first].rows > MAX_SPLIT_ROWS;
-        int64_t heads = many ? 1 : (a.kv_heads + std::min(parts, a.kv_heads) - 1) / std::min(parts, a.kv_heads);
+        int64_t heads = heads_together(a, items[first], parts);
         for (int64_t head = 0; head < a.kv_heads; head += heads)
             for (size_t i = first; i < last; ++i) {
                 cut.push_back(items[i]);
@@ -188,7 +195,7 @@ Tile locate(const Attention<T>& a, const Item& item, int64_t begin) {
     const int32_t* table = a.block_table + item.request * a.table_stride;
     Tile tile;
     tile.begin = begin;
-    tile.count = std::min(item.end - begin, item.rows > MAX_SPLIT_ROWS ? TILE : SPLIT_TILE);
+    tile.count = std::min(item.end - begin, TILE);
     int64_t block = begin / a.block_size, slot = begin % a.block_size;
     tile.located = std::min(item.end - begin, tile.count + AHEAD);
     for (int64_t t = 0; t < tile.located; ++t) {
