@@ -54,6 +54,7 @@ def pack_linears(model: nn.Module) -> int:
     """
     replaced = 0
     dtypes: dict[torch.dtype, torch.dtype | None] = {}
+    child: Any
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = _weight(child)
@@ -86,7 +87,7 @@ def _works(dtype: torch.dtype) -> bool:
     return True
 
 
-def _weight(module: nn.Module) -> Tensor | None:
+def _weight(module: Any) -> Tensor | None:
     """`[out, in]` of a linear layer, None of anything else. Subclasses may compute in a way of their own."""
     if type(module) is nn.Linear:
         return module.weight
