@@ -71,7 +71,7 @@ def home_of(hop: Hop) -> list[tuple[Any, str]]:
         return [(owner, attribute)]
     users = {
         "build_input_batch": ["servetwin.executor.model_runner"],
-        "reshape_and_cache": ["servetwin.kernels.ops"],
+        "rotary_and_cache": ["servetwin.kernels.ops"],
         "paged_attention": ["servetwin.kernels.ops"],
     }
     return [(importlib.import_module(name), attribute) for name in users[hop.name]]
