@@ -30,6 +30,7 @@ class TileShape(NamedTuple):
     tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +132,10 @@ def choose_tile_shape(*, queries: int, group: int, head_dim: int, dtype: torch.d
     # The weighted values of many rows of a large head take up twice the registers.
     num_warps = 8 if head_dim > 128 else 4
     if dtype == torch.float32:
-        # No tensor core multiplies float32 exactly, so the products run on the plain units, out of registers.
-        return TileShape(max(MIN_DOT_SIZE, group_rows), tile=16, num_warps=8, num_stages=2)
+        # No tensor core multiplies float32 exactly, so the products run on the plain units, out of registers: left to
+        # choose, the assembler spills some of them to fit more programs on a processor.
+        rows = max(MIN_DOT_SIZE, group_rows)
+        return TileShape(rows, tile=16, num_warps=8, num_stages=2, max_registers=255)
     if queries <= MAX_DECODE_QUERIES:
         rows = min(triton.next_power_of_2(queries * group), 32)
         # Five stages: a tile's block numbers, then its keys and values, are each loaded two tiles ahead.

@@ -40,13 +40,17 @@ class Launch:
     """The kernel's constexpr parameters."""
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Registers a thread may use. None lets the assembler choose, which may spill a few to fit more programs."""
 
     def run(self) -> None:
         """Starts the kernel on the current stream."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        self.kernel[self.grid](*self.args, **self.constants, **options)
+        self.kernel[self.grid](*self.args, **self.constants, **self._options())
 
     def compile(self) -> Any:
         """Compiles the kernel for the active target without starting it; tensors may be on the meta device."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return self.kernel.warmup(*self.args, **self.constants, **options, grid=self.grid)
+        return self.kernel.warmup(*self.args, **self.constants, **self._options(), grid=self.grid)
+
+    def _options(self) -> dict[str, int]:
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}

@@ -107,6 +107,7 @@ def plan_launch(output: Tensor, call: AttentionCall) -> Launch:
         constants=call.constants(shape),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        max_registers=shape.max_registers,
     )
 
 

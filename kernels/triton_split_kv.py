@@ -272,6 +272,7 @@ def plan_decode(partials: Partials, call: AttentionCall) -> Launch:
         constants=call.constants(shape) | {"SPLIT_SIZE": SPLIT_SIZE},
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        max_registers=shape.max_registers,
     )
 
 
