@@ -4,8 +4,9 @@
 
 A random Llama of 43.8 million parameters (12 layers, hidden size 512) continues 16 prompts of 128 tokens by 64 tokens
 each, greedily. The engines are transformers' `generate` (a static batch, SDPA), its continuous batching
-(`generate_batch`) and `LLM` in one process. Each has a process of its own; after a run to warm up they take turns, and
-what counts is the median of output tokens per second. In float32 the tokens of each sequence must be those of
+(`generate_batch`) and `LLM` in one process. Each has a process of its own; after a run to warm up they take turns. The
+figures are medians over the rounds, of output tokens per second and of the ratio of two engines in one round: what else
+the machine does changes from round to round, and strikes both. In float32 the tokens of each sequence must be those of
 `generate`; in bfloat16 rounding differs between engines, and the number of equal sequences is for information.
 
 Then one more run of ours is taken apart: host time inside linear layers, attention, norms and so on, as seen by timers
@@ -270,18 +271,22 @@ def race(folder: Path, dtype: str, shape: Shape, rounds: int, threads: int) -> d
         pipes["servetwin"].send("profile")
         profiled: dict[str, float] = pipes["servetwin"].recv()
     made = shape.batch * shape.output_tokens
-    rates = {engine: made / statistics.median(times) for engine, times in seconds.items()}
     return {
-        "output_tokens_per_s": rates,
+        "output_tokens_per_s": {e: made / statistics.median(times) for e, times in seconds.items()},
         "rounds_s": seconds,
-        "times_generate": {engine: rate / rates["generate"] for engine, rate in rates.items()},
-        "ours_times": {engine: rates["servetwin"] / rate for engine, rate in rates.items()},
+        "times_generate": {e: times_as_fast(times, seconds["generate"]) for e, times in seconds.items()},
+        "ours_times": {e: times_as_fast(seconds["servetwin"], times) for e, times in seconds.items()},
         "sequences_equal_to_generate": {
-            engine: sum(a == b for a, b in zip(made, tokens["generate"], strict=True))
-            for engine, made in tokens.items()
+            engine: sum(a == b for a, b in zip(rows, tokens["generate"], strict=True))
+            for engine, rows in tokens.items()
         },
         "profile_s": dict(sorted(profiled.items(), key=lambda item: -item[1])),
     }
+
+
+def times_as_fast(one: list[float], other: list[float]) -> float:
+    """How many times as fast as the other: the median of the ratios in each round."""
+    return statistics.median(b / a for a, b in zip(one, other, strict=True))
 
 
 def show(dtype: str, shape: Shape, figures: dict[str, Any]) -> None:
