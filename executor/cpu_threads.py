@@ -6,12 +6,15 @@ down; and a container may be given less time than it sees processors for.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+log = logging.getLogger(__name__)
 
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -23,6 +26,8 @@ def set_threads(wanted: int | None) -> None:
 
     Never more than torch has by itself then, which follows OMP_NUM_THREADS and what the process has set before.
     """
+    if wanted is not None and wanted > len(_bound_to()):
+        log.warning("%d threads on %d processors: they wait for one another", wanted, len(_bound_to()))
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()) if wanted is None else wanted)
 
 

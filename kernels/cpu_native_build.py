@@ -132,6 +132,7 @@ def load(instruction_set: InstructionSet, compiler: Compiler, folder: Path) -> c
     try:
         with _locked(library.with_suffix(".lock")):
             if not _intact(library):
+                log.warning("compiling the CPU kernels into %s: some ten seconds, once", folder)
                 compile_library(instruction_set, compiler, openmp, library)
     except OSError as e:
         log.warning("cannot keep compiled kernels in %s (%s): compiling for this process alone", folder, e)

@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from servetwin.sim.rules import Rules
 
 Positive = Annotated[int, Field(gt=0)]
+MAX_THREADS = 1024
+"""More than any machine has processors for."""
 NotNegative = Annotated[int, Field(ge=0)]
 
 ASSUMED_MAX_MODEL_LEN = 131_072
@@ -235,7 +237,7 @@ class ExecutorOptions(Config):
     """Who drafts, where the executor does (method ngram)."""
     compile: bool = False
     """Compile the model with torch.compile."""
-    threads: Positive | None = None
+    threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     """Threads that the processor computes with."""
     enforce_eager: bool = False
     """Capture no CUDA graphs of decode batches."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from servetwin.executor import cpu_threads
 from servetwin.executor.cpu_threads import set_threads, usable_cores
@@ -86,6 +87,21 @@ def test_threads_are_as_wanted_else_at_most_one_per_core(monkeypatch: pytest.Mon
         torch.set_num_threads(before)
         set_threads(wanted)
         assert torch.get_num_threads() == expected
+
+
+def test_more_threads_than_processors_are_warned_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu_threads, "_bound_to", lambda: {0, 1})
+    set_threads(2)
+    assert not caplog.messages
+    set_threads(3)
+    assert caplog.messages == ["3 threads on 2 processors: they wait for one another"]
+
+
+def test_more_threads_than_any_machine_has_are_refused() -> None:
+    with pytest.raises(ValidationError, match=r"threads\n.*less than or equal to 1024"):
+        ExecutorOptions(threads=4000)
 
 
 def test_the_executor_takes_the_option_and_tells_it_with_the_load(tmp_path: Path) -> None:
