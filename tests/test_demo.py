@@ -25,7 +25,11 @@ from servetwin.executor.testing import torch_threads
 from servetwin.sim.cli import run
 from servetwin.sim.runs import Run, read_run
 
-OPENINGS = ("the old house at the end of the lane", "the ship came into the harbour", "the night of the great storm")
+OPENINGS = (
+    "the old house at the end of the lane",
+    "the ship came into the harbour",
+    "the night of the great storm",
+)
 """One of these stands in every prompt; which request is shown depends on who was preempted most."""
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -225,6 +226,15 @@ def test_the_header_s_own_keys_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="header keys state"):
         RunWriter.create(folder, {"state": "complete"})
     assert not folder.exists()
+
+
+def test_a_run_of_before_a_column_was_added_reads_with_nulls(finished: Path) -> None:
+    for part in (finished / "steps").iterdir():
+        pq.write_table(pq.read_table(part, partitioning=None).drop_columns(["graph_tokens"]), part)
+    steps = read_run(finished).steps
+    assert list(steps.columns) == list(SCHEMAS["steps"])
+    assert len(steps) > 200
+    assert steps.graph_tokens.isna().all()
 
 
 def test_damage_gives_one_error(finished: Path) -> None:
