@@ -47,6 +47,9 @@ class RequestSpec:
     """0-based place in its session."""
     think_time_s: float | None = None
     """Seconds between the end of the previous turn and the sending of this one."""
+    context_tokens: int | None = None
+    """Leading tokens of the prompt that are those of the previous turn of its session: its prompt, then its answer.
+    None: not known to be any."""
     prefix_ids: tuple[int, ...] | None = None
     """Identity of the leading blocks of `prefix_block_tokens` tokens: equal ids are equal runs of tokens."""
     prefix_block_tokens: int | None = None
@@ -92,6 +95,19 @@ class RequestSpec:
         if not 0 <= self.min_tokens <= self.output_tokens:
             yield "min_tokens", f"must be between 0 and output_tokens ({self.output_tokens})"
         yield from self._prefix_problems()
+        yield from self._session_problems()
+
+    def _session_problems(self) -> Iterator[tuple[str, str]]:
+        if self.turn is not None and not 0 <= self.turn <= MAX_TOKENS:
+            yield "turn", f"must be between 0 and {MAX_TOKENS:,}"
+        if self.context_tokens is None:
+            return
+        if self.session_id is None:
+            yield "context_tokens", "must be left out where there is no session_id"
+        if self.prompt_token_ids is not None:
+            yield "context_tokens", "cannot stand beside prompt_token_ids, which say the same"
+        if not 0 <= self.context_tokens <= self.prompt_tokens:
+            yield "context_tokens", f"must be between 0 and prompt_tokens ({self.prompt_tokens})"
 
     def _prefix_problems(self) -> Iterator[tuple[str, str]]:
         if self.prefix_ids is None:
@@ -128,6 +144,13 @@ class Workload(Protocol):
         ...
 
 
+@runtime_checkable
+class Sorted(Protocol):
+    """Requests that know how to sort themselves without being made one by one."""
+
+    def in_order_of_arrival(self) -> Sequence[RequestSpec]: ...
+
+
 @dataclass
 class ListWorkload:
     """An open-loop workload held in memory, sent in order of arrival (ties keep their order)."""
@@ -139,7 +162,10 @@ class ListWorkload:
     open_loop = True
 
     def __post_init__(self) -> None:
-        self.requests = sorted(self.requests, key=lambda r: r.arrival_s)
+        if isinstance(self.requests, Sorted):
+            self.requests = self.requests.in_order_of_arrival()
+        else:
+            self.requests = sorted(self.requests, key=lambda r: r.arrival_s)
         self._rest: Iterator[RequestSpec] = iter(self.requests)
 
     def next(self) -> RequestSpec | None:

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
+from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.spec import WorkloadError
-from servetwin.workloads.traces import azure, jsonl
-from servetwin.workloads.traces.source import open_lines
-from servetwin.workloads.traces.trace import Trace, TraceFormat
+from servetwin.workloads.traces import azure, jsonl, mooncake
+from servetwin.workloads.traces.options import ReadOptions
+from servetwin.workloads.traces.rows import Rows
+from servetwin.workloads.traces.source import Source
+from servetwin.workloads.traces.trace import Reading, Trace, TraceFormat
 
-FORMATS: tuple[TraceFormat, ...] = (azure.FORMAT, jsonl.FORMAT)
-"""Tried in this order."""
+FORMATS: tuple[TraceFormat, ...] = (azure.FORMAT, mooncake.FORMAT, jsonl.FORMAT)
+HIGHEST_PLAUSIBLE_RATE = 1000.0
+"""Requests/s."""
+_ALWAYS_USED = frozenset({"format", "tolerance"})
 
 
-def read_trace(path: str | Path) -> Trace:
-    """All requests of a trace file; the format is told by its first line, .gz and .zst are unpacked.
+def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
+    """All requests of a trace file or folder; its format is told by the content, gzip and zstandard are unpacked.
 
     Foreign traces: times minus the earliest arrival, sorted stably. Our JSONL: times as written. A damaged
-    row, a file without usable rows, or one of no known format raises WorkloadError.
+    row, a file without usable rows, or one of no known format raises WorkloadError (see `Tolerance`).
     """
-    with open_lines(path) as (first_line, lines):
-        trace = _format_of(path, first_line).read(str(path), lines)
-    if not trace.rows_read:
-        raise WorkloadError(f"{path}: has a header but no rows")
-    if not trace.requests:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in trace.rows_dropped.items())
-        raise WorkloadError(f"{path}: none of its {trace.rows_read} rows can be used ({reasons})")
-    return trace
+    options = options or ReadOptions()
+    source = Source(path)
+    format_ = _format_of(source, options)
+    _check_options(source, format_, options)
+    reading = Reading(source, options, Rows(source.path, options.tolerance))
+    format_.read(reading)
+    rows = reading.rows
+    requests = rows.requests()
+    _check_rate(reading, requests)
+    return Trace(
+        requests=requests,
+        format=format_.name,
+        path=source.path,
+        rows_read=rows.read,
+        rows_dropped=dict(rows.dropped),
+        offences=tuple(rows.offences),
+        arrivals=reading.arrivals,
+        about=reading.about,
+        notes=tuple(reading.notes),
+    )
 
 
 def known_formats() -> str:
@@ -34,10 +52,48 @@ def known_formats() -> str:
     return "; ".join(f"{f.name} ({f.looks_like})" for f in FORMATS)
 
 
-def _format_of(path: str | Path, first_line: str) -> TraceFormat:
-    for trace_format in FORMATS:
-        if trace_format.matches(first_line):
-            return trace_format
-    raise WorkloadError(
-        f"{path}: begins with {first_line[:60]!r}, which is no known format: {known_formats()}"
+def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
+    if options.format is not None:
+        return _named(options.format)
+    found = [f for f in FORMATS if f.matches(source.head)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(f.name for f in found)
+        raise WorkloadError(f"{source.path}: may be {names}: say which with --format")
+    begins = (
+        "is a folder of" if source.head.folder else f"begins with {source.head.first_line[:60]!r}, which is"
     )
+    raise WorkloadError(f"{source.path}: {begins} no known format: {known_formats()}")
+
+
+def _named(name: str) -> TraceFormat:
+    for format_ in FORMATS:
+        if format_.name == name:
+            return format_
+    raise WorkloadError(f"format {name!r}: must be one of {', '.join(f.name for f in FORMATS)}")
+
+
+def _check_options(source: Source, format_: TraceFormat, options: ReadOptions) -> None:
+    """An option that the format has no use for would be ignored silently."""
+    for option in fields(ReadOptions):
+        value = getattr(options, option.name)
+        if option.name in _ALWAYS_USED | format_.uses or value == getattr(_DEFAULTS, option.name):
+            continue
+        raise WorkloadError(f"{source.path}: {option.name} has no use for the format {format_.name}")
+
+
+_DEFAULTS = ReadOptions()
+
+
+def _check_rate(reading: Reading, requests: RequestColumns) -> None:
+    """A unit that is only the custom of a format is doubted where it gives a rate that no service has."""
+    if reading.options.time_unit is not None or "time_unit" not in reading.about:
+        return
+    unit, times_s = reading.about["time_unit"], requests.arrival_s
+    span_s = float(times_s[-1] - times_s[0])
+    if len(requests) > HIGHEST_PLAUSIBLE_RATE * max(span_s, 1.0):
+        raise WorkloadError(
+            f"{reading.source.path}: {len(requests):,} requests within {span_s:.6g} s, if its times are in {unit}: "
+            f"say which unit they have with --time-unit"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 import orjson
 
 from servetwin.workloads.checks import is_int
-from servetwin.workloads.spec import RequestSpec, WorkloadError
-from servetwin.workloads.traces.source import COMPRESSIONS
-from servetwin.workloads.traces.trace import Trace, TraceFormat, row_error
+from servetwin.workloads.spec import RequestSpec
+from servetwin.workloads.traces.json_rows import numbered_lines, parse_object
+from servetwin.workloads.traces.source import SUFFIXES
+from servetwin.workloads.traces.trace import Reading, TraceFormat
+from servetwin.workloads.traces.values import Damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ FIELDS: dict[str, _Kind] = {
     "session_id": _NAME,
     "turn": _INDEX,
     "think_time_s": _SECONDS,
+    "context_tokens": _INDEX,
     "prefix_ids": _IDS,
     "prefix_block_tokens": _COUNT,
     "output_token_ids": _TOKEN_IDS,
@@ -97,7 +100,7 @@ def write_jsonl(path: str | Path, specs: Iterable[RequestSpec]) -> None:
     final = Path(path)
     unfinished = final.with_name(final.name + ".unfinished")
     try:
-        with _open_for_writing(unfinished, COMPRESSIONS.get(final.suffix)) as out:
+        with _open_for_writing(unfinished, SUFFIXES.get(final.suffix)) as out:
             for spec in specs:
                 out.write(orjson.dumps(to_jsonl(spec), option=orjson.OPT_APPEND_NEWLINE))
         unfinished.replace(final)
@@ -114,56 +117,40 @@ def _open_for_writing(path: Path, compression: str | None) -> BinaryIO:
     return stream
 
 
-def _read(path: str, lines: Iterator[str]) -> Trace:
-    requests: list[RequestSpec] = []
+def _read(reading: Reading) -> None:
     first_row_of: dict[str, int] = {}
-    rows = (line for line in lines if line.strip())
-    for number, line in enumerate(rows, start=1):
-        row = _parse(path, number, line)
-        spec = _request(path, number, row)
-        _check_given_once(path, number, line, row)
-        before = first_row_of.setdefault(spec.request_id, number)
-        if before != number:
-            raise row_error(path, number, "request_id", spec.request_id, f"unique; row {before} has it too")
-        requests.append(spec)
-    requests.sort(key=lambda spec: spec.arrival_s)
-    return Trace(requests=requests, format=FORMAT.name, path=path, rows_read=len(requests))
+    for number, line in numbered_lines(reading.source):
+        with reading.rows.row(number):
+            row = parse_object(line)
+            spec = _request(number, row)
+            _check_given_once(line, row)
+            before = first_row_of.setdefault(spec.request_id, number)
+            if before != number:
+                raise Damage("request_id", spec.request_id, f"unique; row {before} has it too")
+            reading.rows.add_request(spec)
 
 
-def _parse(path: str, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as e:
-        raise WorkloadError(f"{path}: row {number}: is not JSON: {e}") from e
-    if not isinstance(row, dict):
-        raise row_error(path, number, "row", row, "a JSON object")
-    return row
-
-
-def _request(path: str, number: int, row: dict[str, Any]) -> RequestSpec:
+def _request(number: int, row: dict[str, Any]) -> RequestSpec:
     values: dict[str, Any] = {}
     for name, value in row.items():
         kind = FIELDS.get(name)
         if name in ADAPTER_FIELDS:
-            raise row_error(path, number, name, value, "left out: adapters are not modelled")
+            raise Damage(name, value, "left out: adapters are not modelled")
         if kind is None:
-            raise row_error(path, number, "field", name, f"one of {', '.join(FIELDS)}")
+            raise Damage("field", name, f"one of {', '.join(FIELDS)}")
         if value is None:
             continue
         if not kind.accepts(value):
-            raise row_error(path, number, name, value, kind.allowed)
+            raise Damage(name, value, kind.allowed)
         values[name] = kind.convert(value)
     for name in REQUIRED:
         if name not in values:
-            raise row_error(path, number, name, None, f"given: {FIELDS[name].allowed}")
-    _check_tokens(path, number, values)
-    try:
-        return RequestSpec(**values, source_row=number)
-    except WorkloadError as e:
-        raise WorkloadError(f"{path}: row {number}: {e}") from e
+            raise Damage(name, None, f"given: {FIELDS[name].allowed}")
+    _check_tokens(values)
+    return RequestSpec(**values, source_row=number)
 
 
-def _check_given_once(path: str, number: int, line: str, row: dict[str, Any]) -> None:
+def _check_given_once(line: str, row: dict[str, Any]) -> None:
     """Refuses a field given twice, of which orjson keeps the last. `row` has been checked: it nests nothing."""
     # A field needs a colon of its own, so as many colons as fields leave none for a second one.
     if line.count(":") == len(row):
@@ -172,27 +159,27 @@ def _check_given_once(path: str, number: int, line: str, row: dict[str, Any]) ->
     seen: set[str] = set()
     for name, value in pairs:
         if name in seen:
-            raise row_error(path, number, name, value, "given once; the row has it twice")
+            raise Damage(name, value, "given once; the row has it twice")
         seen.add(name)
 
 
-def _check_tokens(path: str, number: int, values: dict[str, Any]) -> None:
+def _check_tokens(values: dict[str, Any]) -> None:
     if "prompt_token_ids" in values:
         values.setdefault("prompt_tokens", len(values["prompt_token_ids"]))
     if "prompt_tokens" not in values:
-        raise row_error(path, number, "prompt_tokens", None, "given, or prompt_token_ids in its place")
+        raise Damage("prompt_tokens", None, "given, or prompt_token_ids in its place")
     answer = values.get("output_token_ids", ())
     if len(answer) > values["output_tokens"]:
-        allowed = f"at most output_tokens ({values['output_tokens']}) ids"
-        raise row_error(path, number, "output_token_ids", f"{len(answer)} ids", allowed)
+        raise Damage(
+            "output_token_ids", f"{len(answer)} ids", f"at most output_tokens ({values['output_tokens']}) ids"
+        )
 
 
 FORMAT = TraceFormat(
     name="servetwin jsonl",
     looks_like="JSON lines with request_id, arrival_s, prompt_tokens or prompt_token_ids, output_tokens",
-    matches=lambda first_line: (
-        first_line.startswith("{")
-        and any(f'"{name}"' in first_line for name in ("arrival_s", "output_tokens"))
+    matches=lambda head: (
+        head.first_line.startswith("{") and not head.keys.isdisjoint({"arrival_s", "output_tokens"})
     ),
     read=_read,
 )

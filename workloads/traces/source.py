@@ -3,39 +3,136 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from servetwin.workloads.spec import WorkloadError
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes of a compressed file."""
+SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
+HEAD_CHARACTERS = 65_536
+CHUNK_CHARACTERS = 1 << 20
+MAX_LINE_CHARACTERS = 1 << 26
+"""Of a prompt of some million token ids, or a text of as many words."""
+MAX_DOCUMENT_CHARACTERS = 1 << 31
 
 
-@contextmanager
-def open_lines(path: str | Path) -> Iterator[tuple[str, Iterator[str]]]:
-    """Gives the first line that is not blank, and all lines of the file from its beginning.
+@dataclass(frozen=True)
+class Head:
+    """What a file begins with; formats are told by it."""
 
-    UTF-8 with or without a byte-order mark, any line ending. A file that is missing, a folder, empty, not
-    text or damaged raises WorkloadError, also while its lines are being read.
+    text: str
+    """The first characters, without a byte-order mark."""
+    folder: Path | None = None
+    """The folder itself, where the path is one."""
+
+    @cached_property
+    def first_line(self) -> str:
+        """The first line that is not blank, stripped; empty where there is none."""
+        return next((line.strip() for line in self.text.splitlines() if line.strip()), "")
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The cells of the first line, taken as the header of a csv file; none where it begins like JSON."""
+        line = self.first_line
+        return () if line[:1] in ("{", "[") else tuple(cell.strip().strip('"') for cell in line.split(","))
+
+    @cached_property
+    def row(self) -> dict[str, Any]:
+        """The first line as a JSON object; empty where it is none."""
+        if not self.first_line.startswith("{"):
+            return {}
+        try:
+            row = orjson.loads(self.first_line)
+        except orjson.JSONDecodeError:
+            return {}
+        return row if isinstance(row, dict) else {}
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Names of the fields of the first row, also where it is too long to be in the head."""
+        if self.row:
+            return frozenset(self.row)
+        return (
+            frozenset(re.findall(r'"([^"\\]{1,60})"\s*:', self.text))
+            if self.text[:1] in "{["
+            else frozenset()
+        )
+
+
+class Source:
+    """A trace file or folder, read from the beginning as often as wanted.
+
+    UTF-8 with or without a byte-order mark, any line ending, compressed or not (told by the first bytes). A file
+    that is missing, empty, not text or damaged raises WorkloadError, also while it is being read.
     """
-    file = Path(path)
-    if not file.exists():
-        raise WorkloadError(f"{path}: no such file")
-    if file.is_dir():
-        raise WorkloadError(f"{path}: is a folder; a trace is a file")
-    try:
-        with _text(file) as text:
-            yield _with_first_line(path, text)
-    except UnicodeDecodeError as e:
-        raise WorkloadError(f"{path}: is not UTF-8 text ({e.reason} at byte {e.start} of a chunk)") from e
-    except OSError as e:
-        raise WorkloadError(f"{path}: cannot be read: {e}") from e
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self.file = Path(path)
+        if not self.file.exists():
+            raise WorkloadError(f"{path}: no such file")
+
+    @cached_property
+    def head(self) -> Head:
+        if self.file.is_dir():
+            return Head("", self.file)
+        with self._open() as stream:
+            text = stream.read(HEAD_CHARACTERS)
+        if "\0" in text:
+            raise WorkloadError(f"{self.path}: is a binary file; a trace is text")
+        head = Head(text.lstrip())
+        if not head.text:
+            raise WorkloadError(f"{self.path}: is empty")
+        return head
+
+    def lines(self) -> Iterator[str]:
+        """Every line, without its ending."""
+        rest = ""
+        with self._open() as stream:
+            while chunk := stream.read(CHUNK_CHARACTERS):
+                # Not splitlines: it splits at characters that texts may hold, too.
+                lines = (rest + chunk).split("\n")
+                rest = lines.pop()
+                if len(rest) > MAX_LINE_CHARACTERS:
+                    raise WorkloadError(
+                        f"{self.path}: has a line of more than {MAX_LINE_CHARACTERS:,} characters"
+                    )
+                yield from lines
+        if rest:
+            yield rest
+
+    def document(self) -> str:
+        """The whole text."""
+        with self._open() as stream:
+            text = stream.read(MAX_DOCUMENT_CHARACTERS)
+            if stream.read(1):
+                raise WorkloadError(f"{self.path}: has more than {MAX_DOCUMENT_CHARACTERS:,} characters")
+            return text
+
+    @contextmanager
+    def _open(self) -> Iterator[io.TextIOWrapper]:
+        try:
+            with _text(self.file) as stream:
+                yield stream
+        except UnicodeDecodeError as e:
+            raise WorkloadError(
+                f"{self.path}: is not UTF-8 text ({e.reason} at byte {e.start} of a chunk)"
+            ) from e
+        except OSError as e:
+            raise WorkloadError(f"{self.path}: cannot be read: {e}") from e
 
 
 def _text(file: Path) -> io.TextIOWrapper:
-    compression = COMPRESSIONS.get(file.suffix)
+    compression = _compression(file)
     if compression is None:
         return file.open(encoding="utf-8-sig")
     # Arrow's streams read several members in a row and refuse a truncated one; zstandard's own do not refuse.
@@ -44,12 +141,11 @@ def _text(file: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(pa.input_stream(str(file), compression=compression), encoding="utf-8-sig")
 
 
-def _with_first_line(path: str | Path, text: io.TextIOWrapper) -> tuple[str, Iterator[str]]:
-    blank: list[str] = []
-    for line in text:
-        if "\0" in line:
-            raise WorkloadError(f"{path}: is a binary file; a trace is text")
-        if line.strip():
-            return line.strip(), chain(blank, [line], text)
-        blank.append(line)
-    raise WorkloadError(f"{path}: is empty")
+def _compression(file: Path) -> str | None:
+    with file.open("rb") as stream:
+        first = stream.read(4)
+    for magic, name in COMPRESSIONS.items():
+        if first.startswith(magic):
+            return name
+    # Its name says so and its content does not: let the decompressor say what is wrong with it.
+    return SUFFIXES.get(file.suffix) if first else None

@@ -1,25 +1,40 @@
-"""What every reader gives back, what a reader is, and how it refuses a damaged row."""
+"""What every reader gives back, and what a reader is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from servetwin.workloads.spec import RequestSpec, WorkloadError
+from servetwin.workloads.columns import RequestColumns
+from servetwin.workloads.spec import RequestSpec
+from servetwin.workloads.traces.options import ReadOptions
+from servetwin.workloads.traces.rows import Offence, Rows
+from servetwin.workloads.traces.source import Head, Source
+
+ArrivalTimes = Literal["recorded", "first turns", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The requests of a file, in order of arrival (ties as in the file), and what became of its rows."""
 
-    requests: list[RequestSpec]
+    requests: RequestColumns
     format: str
     path: str
     """As it was asked for."""
     rows_read: int
     rows_dropped: dict[str, int] = field(default_factory=dict)
-    """Whole rows without use: reason -> count."""
+    """Reason -> count."""
+    offences: Sequence[Offence] = ()
+    """The first dropped rows of each reason."""
+    arrivals: ArrivalTimes = "recorded"
+    """Which requests have times of their own. First turns: later turns of a session wait for the one before and
+    stand at the start of their session. None: all stand at 0, an arrival process is wanted."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """What was found out or told: unit of time, tokens per prefix id."""
+    notes: tuple[str, ...] = ()
+    """What a reader of this file should know."""
 
     def __post_init__(self) -> None:
         dropped = sum(self.rows_dropped.values())
@@ -44,6 +59,18 @@ class Trace:
         }
 
 
+@dataclass(slots=True)
+class Reading:
+    """A reader at work: where it reads from, what it was told, where its rows go, what it found out."""
+
+    source: Source
+    options: ReadOptions
+    rows: Rows
+    arrivals: ArrivalTimes = "recorded"
+    about: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFormat:
     """One format: how to know it and how to read it."""
@@ -51,19 +78,9 @@ class TraceFormat:
     name: str
     looks_like: str
     """For people: what such a file begins with."""
-    matches: Callable[[str], bool]
-    """Whether a file whose first line with content is this one has the format."""
-    read: Callable[[str, Iterator[str]], Trace]
-    """Reads the lines of the file with the given name (for messages), the first one included."""
-
-
-LONGEST_VALUE = 80
-"""Characters of a damaged value that a message shows."""
-
-
-def row_error(path: str, row: int, field_name: str, value: object, allowed: str) -> WorkloadError:
-    """The refusal of a damaged row. `row` counts data rows from 1 (a header is not one)."""
-    shown = repr(value)
-    if len(shown) > LONGEST_VALUE:
-        shown = shown[:LONGEST_VALUE] + " ..."
-    return WorkloadError(f"{path}: row {row}: {field_name} {shown}: must be {allowed}")
+    matches: Callable[[Head], bool]
+    """Whether a file that begins so has the format. At most one format may match a file."""
+    read: Callable[[Reading], None]
+    """Reads the whole source into the rows."""
+    uses: frozenset[str] = frozenset()
+    """Names of the ReadOptions that it can act on, beside format and tolerance; others are refused."""

@@ -1,0 +1,52 @@
+"""Reads JSON: one object a line, or one document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+
+from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.traces.rows import Rows
+from servetwin.workloads.traces.source import Source
+from servetwin.workloads.traces.values import Damage, Fields, shown
+
+
+def numbered_lines(source: Source) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, counted from 1."""
+    return enumerate((line for line in source.lines() if line.strip()), start=1)
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """The JSON object that a line is. Raises Damage."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as e:
+        raise Damage("row", line.strip(), f"JSON ({e})") from e
+    if not isinstance(value, dict):
+        raise Damage("row", value, "a JSON object")
+    return value
+
+
+def each_object(source: Source, rows: Rows, read: Callable[[int, Fields], None]) -> None:
+    """Calls `read` with the number and the fields of each row, and accounts for what it raises."""
+    for number, line in numbered_lines(source):
+        with rows.row(number):
+            read(number, Fields(parse_object(line)))
+
+
+def parse_document(source: Source) -> Any:
+    """The one JSON value that the file is."""
+    try:
+        return orjson.loads(source.document())
+    except orjson.JSONDecodeError as e:
+        raise WorkloadError(f"{source.path}: is not JSON: {e}") from e
+
+
+def document_rows(source: Source) -> list[Any]:
+    """The elements of the JSON list that the file is."""
+    value = parse_document(source)
+    if not isinstance(value, list):
+        raise WorkloadError(f"{source.path}: {shown(value)}: must be a JSON list")
+    return value

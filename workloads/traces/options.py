@@ -1,0 +1,45 @@
+"""What a user says about a trace that the file itself leaves open, and how damaged rows are treated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+TimeUnit = Literal["s", "ms", "us", "ns"]
+NS_PER: Mapping[TimeUnit, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+Tokenize = Callable[[str], list[int]]
+"""Token ids of a text, without special tokens."""
+
+
+class Tolerance(IntEnum):
+    """What happens to rows that cannot be used."""
+
+    LENIENT = 0
+    """All of them are dropped and counted: to look at a file."""
+    NORMAL = 1
+    """Damaged rows are refused; whole rows without use (zero length, failed) are dropped and counted: to replay it."""
+    STRICT = 2
+    """The first one is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How to read a trace. Every field left at its default is found out from the file, or refused if it cannot be."""
+
+    format: str | None = None
+    """Name of the format; None: told by the content."""
+    time_unit: TimeUnit | None = None
+    """Unit of the times in the file; None: the format's, where it is beyond doubt."""
+    block_size: int | None = None
+    """Tokens that one prefix id stands for; None: the format's, where the lengths agree with it."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Generic csv and JSONL: our field name -> name in the file."""
+    tokenize: Tokenize | None = None
+    """Turns texts into token ids, for formats that hold texts."""
+    output_tokens: int | None = None
+    """Answers of this many tokens, for formats that do not say how long they were."""
+    model: str | None = None
+    """Only the rows of this model, for formats that name one."""
+    tolerance: Tolerance = Tolerance.NORMAL
