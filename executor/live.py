@@ -116,8 +116,9 @@ class _Client:
             self._abort_due()
             self._receive()
             self._log.flush_if_due()
-            for request_id, ended_ns in self._log.take_ended():
-                self._workload.finished(request_id, ended_ns)
+            for spec, answer, ended_ns in self._log.take_ended():
+                self._tokens.ended(spec, answer)
+                self._workload.finished(spec.request_id, ended_ns)
                 self._pull()
         deadline = time.monotonic() + FLUSH_S
         while not self._log.flushed and time.monotonic() < deadline:

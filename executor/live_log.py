@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from servetwin.sim.contract import StepResult
 from servetwin.sim.events import EventLog
@@ -17,6 +18,15 @@ FLUSH_FIRST_NS, FLUSH_LAST_NS = NS_PER_S, 10 * NS_PER_S
 """A run writes what is new after so long at first, and from its first minute on after so long."""
 
 
+class Ended(NamedTuple):
+    """A request that has ended."""
+
+    spec: RequestSpec
+    answer: list[int]
+    """Its tokens, if it belongs to a session."""
+    ended_ns: int
+
+
 class LiveLog:
     """Listens to the engine core (`core_loop.CoreListener`); times come in as monotonic ns and go on since `begin`."""
 
@@ -25,7 +35,9 @@ class LiveLog:
         """Sent and not ended."""
         self.flushed = True
         """The engine has told its worker of every request that ended."""
-        self._ended: list[tuple[str, int]] = []
+        self._answers: dict[str, list[int]] = {}
+        """Tokens so far of requests in sessions, whose next turn may repeat them."""
+        self._ended: list[Ended] = []
         self._log: EventLog | None = None
         self._origin_ns = 0
         self._flush_at_ns = FLUSH_FIRST_NS
@@ -46,6 +58,8 @@ class LiveLog:
         if spec.request_id in self.in_flight:
             raise ValueError(f"request_id {spec.request_id!r} is in use by an unfinished request")
         self.in_flight[spec.request_id] = spec
+        if spec.session_id is not None:
+            self._answers[spec.request_id] = []
 
     def given_up(self, spec: RequestSpec) -> None:
         """A request whose client gave up before its turn to be sent: the engine never hears of it."""
@@ -62,8 +76,8 @@ class LiveLog:
             self._writes.flush()
             self._flush_at_ns = self.now_ns() + min(max(now_ns // 6, FLUSH_FIRST_NS), FLUSH_LAST_NS)
 
-    def take_ended(self) -> Sequence[tuple[str, int]]:
-        """(request id, ns) of those that ended since the last call."""
+    def take_ended(self) -> Sequence[Ended]:
+        """Those that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -95,6 +109,8 @@ class LiveLog:
             device_end_ns=times.device_end_ns - origin,
         )
         self._writes.stepped(frame, result, times, end_ns - origin, outputs)
+        for request_id, answer in self._answers.items():
+            answer += outputs.new_token_ids.get(request_id, ())
         self.flushed = not frame.plan.num_scheduled_tokens and not outputs.finished
         for request_id in outputs.finished:
             self._end(request_id, end_ns)
@@ -117,5 +133,5 @@ class LiveLog:
         return replace(frame, start_ns=frame.start_ns - self._origin_ns)
 
     def _end(self, request_id: str, now_ns: int) -> None:
-        del self.in_flight[request_id]
-        self._ended.append((request_id, now_ns - self._origin_ns))
+        spec, answer = self.in_flight.pop(request_id), self._answers.pop(request_id, [])
+        self._ended.append(Ended(spec, answer, now_ns - self._origin_ns))

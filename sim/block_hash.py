@@ -17,7 +17,7 @@ BlockHash = bytes | tuple[str, int]
 
 _DIGEST_BYTES = 16
 NOT_TOKENS = b"\xff" * 4
-"""Begins every content that is not made of token ids: none is as large as that."""
+"""Stands before and behind names in a content: no token id is as large as that."""
 _NO_PARENT = b"\0" * _DIGEST_BYTES
 
 
@@ -42,6 +42,11 @@ TOKEN_BYTES = 4
 def token_content(token_ids: Sequence[int]) -> bytes:
     """The identity of a run of explicit tokens: as many bytes for each, so that runs join without a seam."""
     return array("I", token_ids).tobytes()
+
+
+def named_content(names: Sequence[str]) -> bytes:
+    """The identity of runs of tokens that are known by name only."""
+    return NOT_TOKENS + ",".join(names).encode() + NOT_TOKENS if names else b""
 
 
 class TokenPrompt:

@@ -22,6 +22,8 @@ class Timestamps:
     """Completed requests as arrays [requests]: instants in ns, lengths in tokens."""
 
     arrival: Times
+    sent: Times
+    """When the client sent it: at its arrival, unless it held it back (`--max-concurrency`)."""
     queued: Times
     first_scheduled: Times
     first_token: Times
@@ -35,6 +37,10 @@ class Metric:
     """One quantity in nanoseconds, of the pooled gaps between outputs unless a subclass says otherwise."""
 
     formula: str
+
+    def words(self, *, held_back: bool) -> str:
+        """The formula for people: where the client held nothing back, `sent` is the arrival."""
+        return self.formula if held_back else self.formula.replace("sent", "arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +61,10 @@ class MetricDefinitions:
     itl: Metric
     e2e: RequestMetric
 
-    def formulas(self) -> dict[str, str]:
+    def formulas(self, *, held_back: bool = False) -> dict[str, str]:
         """Metric name -> formula, to stand wherever the numbers stand."""
-        return {name: getattr(self, name).formula for name in ("ttft", "tpot", "itl", "e2e")}
+        names = ("ttft", "tpot", "itl", "e2e")
+        return {name: getattr(self, name).words(held_back=held_back) for name in names}
 
 
 def _mean_gap(r: Timestamps) -> Times:
@@ -74,17 +81,17 @@ def _mean_gap_or_zero(r: Timestamps) -> Times:
 
 
 MEAN_GAP = "(last_token - first_token) / (output_tokens - 1)"
-TTFT = RequestMetric("first_token - arrival", lambda r: r.first_token - r.arrival)
+TTFT = RequestMetric("first_token - sent", lambda r: r.first_token - r.sent)
 TPOT = RequestMetric(f"{MEAN_GAP}, output_tokens > 1", _mean_gap)
 TPOT_OR_ZERO = RequestMetric(f"{MEAN_GAP}, 0 for one token", _mean_gap_or_zero)
 TPOT_WITH_TTFT = RequestMetric(
-    "(last_token - arrival) / output_tokens, which includes TTFT",
-    lambda r: (r.last_token - r.arrival) / r.output_tokens,
+    "(last_token - sent) / output_tokens, which includes TTFT",
+    lambda r: (r.last_token - r.sent) / r.output_tokens,
 )
 POOLED_ITL = Metric("gaps between successive outputs of a request, pooled over all requests")
 MEAN_ITL = RequestMetric(f"per request: {TPOT.formula}", _mean_gap)
-CLIENT_E2E = RequestMetric("last_token - arrival", lambda r: r.last_token - r.arrival)
-SERVER_E2E = RequestMetric("finish - arrival", lambda r: r.finish - r.arrival)
+CLIENT_E2E = RequestMetric("last_token - sent", lambda r: r.last_token - r.sent)
+SERVER_E2E = RequestMetric("finish - sent", lambda r: r.finish - r.sent)
 
 DEFINITIONS: dict[str, MetricDefinitions] = {
     d.name: d
@@ -103,6 +110,15 @@ ENGINE_INTERVALS: dict[str, RequestMetric] = {
     "inference": RequestMetric("last_token - first_scheduled", lambda r: r.last_token - r.first_scheduled),
 }
 """The engine's view of a request, as in vLLM; waits after a preemption fall into prefill or decode."""
+
+
+CLIENT_INTERVALS: dict[str, RequestMetric] = {
+    "client_queue_time": RequestMetric("sent - arrival", lambda r: r.sent - r.arrival),
+    "ttft_including_client_queue": RequestMetric("first_token - arrival", lambda r: r.first_token - r.arrival),
+    "e2el_including_client_queue": RequestMetric("last_token - arrival", lambda r: r.last_token - r.arrival),
+}
+"""Where a client held requests back: its part of the wait, which the latencies since `sent` leave out (names as in
+vLLM's #54136)."""
 
 
 def definitions(name: str) -> MetricDefinitions:

@@ -44,6 +44,7 @@ class EngineProcess:
 
     The workload is pulled, one request ahead of time; requests that can never run are refused and logged. Raises
     StalledError rather than spinning. `cache_resets_ns`: when to ask for a reset of the prefix cache.
+    `max_concurrency`: requests that the client keeps in flight; it holds the others back, in their order.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class EngineProcess:
         on_step: StepObserver | None = None,
         vocab_size: int | None = None,
         cache_resets_ns: Iterable[int] = (),
+        max_concurrency: int | None = None,
     ) -> None:
         self.env = env
         self.core = core
         self.timer = timer
         self.log = log
-        self._arrivals = _Arrivals(workload)
+        self._arrivals = _Arrivals(workload, max_concurrency)
+        self._in_flight: dict[str, tuple[RequestSpec, Request]] = {}
         self._aborts: list[tuple[int, int, Request]] = []
         self._abort_count = 0
         self._tokens = tokens
@@ -178,19 +181,21 @@ class EngineProcess:
     def _take_in(self) -> None:
         """Takes in every request that has arrived by now."""
         while (arrival := self._arrivals.next_ns()) is not None and arrival <= self.now:
-            spec = self._arrivals.pop()
+            spec, sent_ns = self._arrivals.pop()
             if self._on_request is not None:
                 self._on_request(spec)
-            request = self._request(spec, arrival)
+            request = self._request(spec, sent_ns)
             refusal = self.core.refusal(request) or self._token_refusal(spec)
             if refusal is not None:
-                self.log.refused(spec, self.now, refusal)
+                self.log.refused(spec, self.now, refusal, sent_ns=sent_ns)
+                self._tokens.ended(spec, ())
                 self._arrivals.finished(spec.request_id, self.now)
                 continue
+            self._in_flight[spec.request_id] = spec, request
             self._tokens.add(spec)
             self.core.add_request(request, self.now)
             self._guard.progress()
-            self.log.arrived(spec, self.now)
+            self.log.arrived(spec, self.now, sent_ns=sent_ns)
             if spec.abort_s is not None:
                 self._abort_count += 1
                 heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, request))
@@ -241,7 +246,8 @@ class EngineProcess:
             self._log_blocks()
 
     def _ended(self, request_id: str) -> None:
-        self._tokens.drop(request_id)
+        spec, request = self._in_flight.pop(request_id)
+        self._tokens.ended(spec, request.output_token_ids)
         self._arrivals.finished(request_id, self.now)
 
     def _log_blocks(self) -> None:
@@ -251,25 +257,34 @@ class EngineProcess:
 
 
 class _Arrivals:
-    """The requests that a workload has named and that have not arrived yet, earliest first."""
+    """The client's side: requests that the workload has named and that have not been sent, earliest first."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, max_concurrency: int | None) -> None:
         self._workload = workload
         self._open_loop = bool(getattr(workload, "open_loop", False))
         self._ahead: list[tuple[int, int, RequestSpec]] = []
         self._count = 0
+        self._free = float("inf") if max_concurrency is None else max_concurrency
+        self._free_since_ns = 0
         self._pull()
 
     def next_ns(self) -> int | None:
-        """When the next request arrives; None when none is known."""
-        return self._ahead[0][0] if self._ahead else None
+        """When the next request is sent; None when none is known, or all that may be are in flight."""
+        if not self._ahead or self._free < 1:
+            return None
+        return max(self._ahead[0][0], self._free_since_ns)
 
-    def pop(self) -> RequestSpec:
-        spec = heapq.heappop(self._ahead)[2]
+    def pop(self) -> tuple[RequestSpec, int]:
+        """The next request, and when it is sent: at its arrival, or when another's end let it go."""
+        arrival_ns, _, spec = heapq.heappop(self._ahead)
+        self._free -= 1
         self._pull()
-        return spec
+        return spec, max(arrival_ns, self._free_since_ns)
 
     def finished(self, request_id: str, now_ns: int) -> None:
+        if self._free < 1:
+            self._free_since_ns = now_ns
+        self._free += 1
         self._workload.finished(request_id, now_ns)
         if not self._open_loop or not self._ahead:
             # A closed loop may now know a request that is due before those it named already.

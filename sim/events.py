@@ -60,6 +60,7 @@ class OpenRequest:
     """A request that the engine has seen and that has not ended."""
 
     spec: RequestSpec
+    sent_ns: int = NEVER
     queued_ns: int = NEVER
     first_scheduled_ns: int = NEVER
     num_output_tokens: int = 0
@@ -90,15 +91,20 @@ class EventLog:
 
     # ------------------------------------------------------------ what the driver tells
 
-    def arrived(self, spec: RequestSpec, queued_ns: int) -> None:
-        """The engine takes a request in; the event itself is dated to its arrival."""
-        self._open[spec.request_id] = OpenRequest(spec, queued_ns=queued_ns)
+    def arrived(self, spec: RequestSpec, queued_ns: int, *, sent_ns: int | None = None) -> None:
+        """The engine takes a request in; the event itself is dated to its arrival.
+
+        `sent_ns`: when the client sent it, if it held it back after its arrival.
+        """
+        self._open[spec.request_id] = OpenRequest(spec, _sent_ns(spec, sent_ns), queued_ns=queued_ns)
         self._event(seconds_to_ns(spec.arrival_s), spec.request_id, "arrived")
         self._waits.queued(spec.request_id, queued_ns)
 
-    def refused(self, spec: RequestSpec, now_ns: int, reason: str) -> None:
-        """A request that can never run is turned away instead of queued."""
-        self._open[spec.request_id] = OpenRequest(spec)
+    def refused(
+        self, spec: RequestSpec, now_ns: int, reason: str, *, sent_ns: int | None = None
+    ) -> None:
+        """A request that can never run is turned away instead of queued; `sent_ns` as for `arrived`."""
+        self._open[spec.request_id] = OpenRequest(spec, _sent_ns(spec, sent_ns))
         self._event(seconds_to_ns(spec.arrival_s), spec.request_id, "arrived")
         self._event(now_ns, spec.request_id, "refused", reason)
         self._ended(spec.request_id, "refused", now_ns)
@@ -299,6 +305,7 @@ class EventLog:
             spec.priority,
             spec.session_id,
             spec.client_id,
+            request.sent_ns,
         )
 
     def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:
@@ -310,3 +317,7 @@ class EventLog:
     def _flush_if_due(self) -> None:
         if self._steps >= self._flush_at_step or max(map(len, self._columns.values())) >= PART_ROWS:
             self.flush()
+
+
+def _sent_ns(spec: RequestSpec, sent_ns: int | None) -> int:
+    return seconds_to_ns(spec.arrival_s) if sent_ns is None else sent_ns

@@ -18,6 +18,7 @@ from servetwin.sim.units import NS_PER_S, ns_to_seconds
 
 WAITING, BEFORE_FIRST_TOKEN, DECODING = "waiting", "running before the first token", "decoding"
 RUNNING, PREEMPTED = "running", "preempted"
+HELD_BACK = "held back by its client"
 STEP_BOUNDARY, ON_ITS_WAY = "step boundary", "on its way to the engine"
 """Before the engine has it: requests are taken in between two steps only; on the wall clock sending takes time, too."""
 NEXT_SCHEDULE, NOT_LOGGED = "next schedule call", "not in the log"
@@ -29,7 +30,8 @@ TAKEN_IN = {
 }
 
 ORDER_AT_ONE_INSTANT = (
-    "arrived", "queued", "first token", "finished", "aborted", "refused", "scheduled", "resumed", "preempted", "wait",
+    "arrived", "sent", "queued", "first token", "finished", "aborted", "refused", "scheduled", "resumed", "preempted",
+    "wait",
 )  # fmt: skip
 
 
@@ -39,7 +41,7 @@ class Moment:
 
     time_ns: int
     kind: str
-    """A kind of the events table, or "queued", "first token", "log ends"."""
+    """A kind of the events table, or "sent", "queued", "first token", "log ends"."""
     text: str
     until_ns: int | None = None
     """Waits only."""
@@ -108,7 +110,7 @@ def explain(log: Tables, config: EngineConfig, request_id: str, partial: str | N
     """
     life = read_life(log, request_id)
     circumstances = Circumstances(log, config)
-    taken_in = STEP_BOUNDARY if circumstances.step_ran_at(life.arrival_ns) else ON_ITS_WAY
+    taken_in = STEP_BOUNDARY if circumstances.step_ran_at(life.sent_ns) else ON_ITS_WAY
     return Story(
         request_id=request_id,
         outcome=life.row.outcome,
@@ -131,7 +133,9 @@ def _moments(life: Life, circumstances: Circumstances, taken_in: str) -> Iterato
     for wait in life.waits:
         text = circumstances.sentence(wait)
         yield Moment(wait.from_ns, "wait", text, wait.until_ns, wait.reason.value)
-    if life.queued_ns > life.arrival_ns:
+    if life.sent_ns > life.arrival_ns:
+        yield Moment(life.sent_ns, "sent", "sent by its client, who had as many in flight as --max-concurrency lets")
+    if life.queued_ns > life.sent_ns:
         yield Moment(life.queued_ns, "queued", TAKEN_IN[taken_in])
     if life.first_token_ns is not None:
         yield Moment(life.first_token_ns, "first token", "first token")
@@ -186,7 +190,8 @@ def _phases(life: Life, taken_in: str) -> tuple[Phase, ...]:
 
 def _stretches(life: Life, taken_in: str) -> Iterator[tuple[str, str | None, int]]:
     """From arrival to end without gap: (phase, reason, ns)."""
-    yield WAITING, taken_in, life.queued_ns - life.arrival_ns
+    yield WAITING, HELD_BACK, life.sent_ns - life.arrival_ns
+    yield WAITING, taken_in, life.queued_ns - life.sent_ns
     since, running, name = life.queued_ns, False, WAITING
     for event in [*life.events[1:], None]:
         until = life.end_ns if event is None else event.time_ns

@@ -46,6 +46,7 @@ class Row:
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
     outcome: str | None = None
+    sent_ns: int | None = None
     queued_ns: int | None = None
     first_token_ns: int | None = None
     latencies_ns: dict[str, int] = field(default_factory=dict)
@@ -72,6 +73,11 @@ class Life:
     @property
     def arrival_ns(self) -> int:
         return self.events[0].time_ns
+
+    @property
+    def sent_ns(self) -> int:
+        """When its client sent it."""
+        return self.arrival_ns if self.row.sent_ns is None else self.row.sent_ns
 
     @property
     def ended(self) -> bool:
@@ -132,6 +138,7 @@ def _row(log: Tables, request_id: str) -> Row:
         num_prompt_tokens=int(values.num_prompt_tokens),
         num_output_tokens=int(values.num_output_tokens),
         outcome=_text(values.finish_reason),
+        sent_ns=_ns(values.sent_s),
         queued_ns=_ns(values.queued_s),
         first_token_ns=_ns(values.first_token_s),
         latencies_ns={

@@ -51,7 +51,9 @@ def _sentence(moment: Moment, story: Story) -> str:
 def _figures(story: Story, *names: str) -> str:
     """Latencies with their formulas."""
     known = [(name, story.latencies_ns[name]) for name in names if name in story.latencies_ns]
-    return "".join(f"; {n.upper()} {milliseconds(ns)} = {LATENCIES[n].formula}" for n, ns in known)
+    held_back = any(moment.kind == "sent" for moment in story.moments)
+    formulas = {name: LATENCIES[name].words(held_back=held_back) for name, _ in known}
+    return "".join(f"; {n.upper()} {milliseconds(ns)} = {formulas[n]}" for n, ns in known)
 
 
 def _breakdown(story: Story) -> Iterator[str]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from servetwin.sim.definitions import (
     CLIENT_E2E,
+    CLIENT_INTERVALS,
     DEFINITIONS,
     ENGINE_INTERVALS,
     TPOT_OR_ZERO,
@@ -119,20 +120,25 @@ def summarize(
         "itl": distribution(chosen.itl, times, log.itl),
         "e2el": distribution(chosen.e2e, times, log.itl),
     }
+    held_back = _client_intervals(times, log.itl)
+    client_formulas = {name: CLIENT_INTERVALS[name].formula for name in held_back}
     return {
         **_totals(log.requests, done, times, goodput_ms),
         **_peaks(times, log.itl),
         **{k: v for name, d in latencies.items() for k, v in _bench_statistics(name, d).items()},
+        **{k: v for name, d in held_back.items() for k, v in _bench_statistics(name, d).items()},
         **_drafting(log.steps),
         "busy_time_s": busy_time_s(log.steps),
         "servetwin": {
             "metric_defs": chosen.name,
-            "formulas": chosen.formulas() | {name: m.formula for name, m in ENGINE_INTERVALS.items()},
+            "formulas": chosen.formulas(held_back=bool(held_back))
+            | {name: m.formula for name, m in ENGINE_INTERVALS.items()}
+            | client_formulas,
             "percentile_method": "linear",
             "requests": finish_counts(log),
             "latency": {
                 f"{name}_ms": statistics_ms(d)
-                for name, d in (latencies | engine_intervals(times, log.itl)).items()
+                for name, d in (latencies | engine_intervals(times, log.itl) | held_back).items()
             },
             **_engine_figures(log),
         },
@@ -143,6 +149,8 @@ def timestamps(requests: pd.DataFrame) -> Timestamps:
     """Rows of `requests` as arrays in ns."""
     return Timestamps(
         arrival=ns_array(requests.arrival_s),
+        # Runs of before the column was added held nothing back.
+        sent=ns_array(requests.sent_s.fillna(requests.arrival_s)),
         queued=ns_array(requests.queued_s),
         first_scheduled=ns_array(requests.first_scheduled_s),
         first_token=ns_array(requests.first_token_s),
@@ -162,6 +170,13 @@ def distribution(metric: Metric, times: Timestamps, itl: pd.DataFrame) -> Distri
 def engine_intervals(times: Timestamps, itl: pd.DataFrame) -> dict[str, Distribution]:
     """Queue, prefill, decode and inference time of completed requests, in ns."""
     return {name: distribution(metric, times, itl) for name, metric in ENGINE_INTERVALS.items()}
+
+
+def _client_intervals(times: Timestamps, itl: pd.DataFrame) -> dict[str, Distribution]:
+    """What a client's own queue added, in ns; nothing where it held no request back."""
+    if not (times.sent > times.arrival).any():
+        return {}
+    return {name: distribution(metric, times, itl) for name, metric in CLIENT_INTERVALS.items()}
 
 
 def statistics_ms(d: Distribution) -> dict[str, Any]:

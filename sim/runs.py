@@ -32,7 +32,16 @@ from servetwin.sim.run_files import (
     write_part,
     writing,
 )
-from servetwin.sim.tables import LATER_COLUMNS, SCHEMAS, Columns, Part, Tables, differences, tables_equal
+from servetwin.sim.tables import (
+    LATER_COLUMNS,
+    SCHEMAS,
+    Columns,
+    Part,
+    Tables,
+    arrow_schema,
+    differences,
+    tables_equal,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -303,11 +312,11 @@ def _read_part(file: Path, table: str) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        part = pq.read_table(file, partitioning=None)
+        part, schema = pq.read_table(file, partitioning=None), arrow_schema(SCHEMAS[table])
         # Runs written before such a column was added.
         for name in SCHEMAS[table]:
             if name in LATER_COLUMNS and name not in part.column_names:
-                part = part.append_column(name, pa.nulls(len(part), pa.int64()))
+                part = part.append_column(name, pa.nulls(len(part), schema.field(name).type))
         return part.select(list(SCHEMAS[table]))
     except (pa.ArrowException, OSError, KeyError) as e:
         raise RunFolderError(f"{file}: damaged part: {e}") from e

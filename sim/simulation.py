@@ -34,11 +34,13 @@ def simulate(
     vocab_size: int | None = None,
     cache_resets_ns: Iterable[int] = (),
     policy: SchedulingPolicy | None = None,
+    max_concurrency: int | None = None,
 ) -> int:
     """Serves `workload` to its end and closes the log, also when it ends early; returns the end in simulated ns.
 
     `vocab_size`: refuse requests with a token id outside it (None: any id will do).
     `policy`: another than the configuration names. `cache_resets_ns`: when to ask for a prefix-cache reset.
+    `max_concurrency`: requests that the client keeps in flight, holding the others back.
     `plan_tokens`: put token ids into the plans (for an executor that needs them, or to save the plans).
     """
     env = simpy.Environment(0)
@@ -55,6 +57,7 @@ def simulate(
         on_step=on_step,
         vocab_size=vocab_size,
         cache_resets_ns=cache_resets_ns,
+        max_concurrency=max_concurrency,
     )
     try:
         env.run(until=env.process(engine.run()))

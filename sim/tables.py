@@ -46,6 +46,7 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "priority": "count",
         "session_id": "text",
         "client_id": "text",
+        "sent_s": "time",
     },
     "steps": {
         "start_s": "time",
@@ -103,8 +104,8 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
 """`itl` holds the gaps between the outputs of a request, pooled: `samples` gaps of `gap_s` ended at `time_s`.
 Negative `samples` take back the gaps of a request that did not complete (aborted, or open at the end)."""
 
-LATER_COLUMNS = frozenset(["graph_tokens"])
-"""Columns (of kind "count or null") that runs of this schema version may lack; they read as null then."""
+LATER_COLUMNS = frozenset(["graph_tokens", "sent_s"])
+"""Columns that runs of this schema version may lack; they read as null then."""
 
 ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}
 """Rows are written when they are complete; a reader sorts them by this column, ties in order of writing."""

@@ -97,6 +97,7 @@ def test_a_preempted_request_keeps_its_first_times() -> None:
         "priority": 0,
         "session_id": row["session_id"],
         "client_id": row["client_id"],
+        "sent_s": 0.0,
     }
     events = story.sink.events
     events = events[events.kind != "wait"]

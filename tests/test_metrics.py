@@ -126,7 +126,7 @@ def log_of(*rows: tuple[object, ...]) -> MemorySink:
     columns = Columns("requests")
     for n, (arrival, first, last, finish, tokens, reason) in enumerate(rows):
         times = [-1 if t is None else round(t * S) for t in (arrival, arrival, arrival, first, last, finish)]  # type: ignore[operator]
-        columns.append(f"r{n}", 10, tokens, *times, 0, 0, 0, reason, 0, None, None)  # type: ignore[arg-type]
+        columns.append(f"r{n}", 10, tokens, *times, 0, 0, 0, reason, 0, None, None, times[0])  # type: ignore[arg-type]
     sink = MemorySink()
     sink.write({"requests": columns})
     return sink
@@ -148,7 +148,7 @@ def test_definitions(name: str, tpot_ms: float, e2e_ms: float) -> None:
     assert summary["mean_ttft_ms"] == 2000
     assert summary["mean_tpot_ms"] == pytest.approx(expected)
     assert summary["mean_e2el_ms"] == e2e_ms
-    assert summary["servetwin"]["formulas"]["tpot"] == DEFINITIONS[name].tpot.formula
+    assert summary["servetwin"]["formulas"]["tpot"] == DEFINITIONS[name].formulas()["tpot"]
 
 
 def test_a_single_token_has_no_time_per_token() -> None:

@@ -79,7 +79,7 @@ def finished(folder: Path) -> Path:
 def requests_columns(*names: str) -> dict[str, Columns]:
     columns = Columns("requests")
     for name in names:
-        columns.append(name, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, "stop", 0, None, None)
+        columns.append(name, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, "stop", 0, None, None, 0)
     return {"requests": columns}
 
 

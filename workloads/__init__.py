@@ -1,35 +1,99 @@
 """Requests to serve: specifications, arrival processes, length models, presets and trace readers."""
 
-from servetwin.workloads.arrivals import AllAtOnce, Arrivals, Constant, Gamma, Hyperexponential, Poisson
-from servetwin.workloads.lengths import Empirical, Fixed, Lengths, Lognormal, QuantileGrid
+from servetwin.workloads.arrivals import (
+    AllAtOnce,
+    Arrivals,
+    Constant,
+    Gamma,
+    Hyperexponential,
+    Poisson,
+    Weibull,
+)
+from servetwin.workloads.block_tree import BlockTree
+from servetwin.workloads.families import SharedPrefixFamilies
+from servetwin.workloads.joint_lengths import (
+    EmpiricalPairs,
+    Independent,
+    JointLengths,
+    RankCorrelated,
+    SplitTotal,
+)
+from servetwin.workloads.lengths import (
+    Exponential,
+    Fixed,
+    Lengths,
+    Lognormal,
+    ParetoLognormal,
+    QuantileLengths,
+    TruncatedNormal,
+    Uniform,
+    Zipf,
+)
+from servetwin.workloads.modulated import MMPP, NegativeBinomialCounts, OnOff
+from servetwin.workloads.observed_lengths import Empirical, QuantileGrid
 from servetwin.workloads.opening import open_workload
 from servetwin.workloads.prefixes import SystemPrompts
 from servetwin.workloads.presets import PRESETS, Preset, build_preset
+from servetwin.workloads.prompts import LengthsAndPrefixes, Prefixes, PromptModel, Prompts
+from servetwin.workloads.schedules import Diurnal, RateSteps, Spike, Spikes
 from servetwin.workloads.spec import ListWorkload, RequestSpec, Workload, WorkloadError
+from servetwin.workloads.superposition import Superposition
 from servetwin.workloads.synthetic import Synthetic
 from servetwin.workloads.traces import Trace, read_trace, to_jsonl, write_jsonl
+from servetwin.workloads.vllm_arrivals import BenchServe, RampUp
+from servetwin.workloads.vllm_datasets import PrefixRepetitionDataset, RandomDataset
 
 __all__ = [
+    "MMPP",
     "PRESETS",
     "AllAtOnce",
     "Arrivals",
+    "BenchServe",
+    "BlockTree",
     "Constant",
+    "Diurnal",
     "Empirical",
+    "EmpiricalPairs",
+    "Exponential",
     "Fixed",
     "Gamma",
     "Hyperexponential",
+    "Independent",
+    "JointLengths",
     "Lengths",
+    "LengthsAndPrefixes",
     "ListWorkload",
     "Lognormal",
+    "NegativeBinomialCounts",
+    "OnOff",
+    "ParetoLognormal",
     "Poisson",
+    "PrefixRepetitionDataset",
+    "Prefixes",
     "Preset",
+    "PromptModel",
+    "Prompts",
     "QuantileGrid",
+    "QuantileLengths",
+    "RampUp",
+    "RandomDataset",
+    "RankCorrelated",
+    "RateSteps",
     "RequestSpec",
+    "SharedPrefixFamilies",
+    "Spike",
+    "Spikes",
+    "SplitTotal",
+    "Superposition",
     "Synthetic",
     "SystemPrompts",
     "Trace",
+    "TruncatedNormal",
+    "Uniform",
+    "Weibull",
     "Workload",
     "WorkloadError",
+    "Zipf",
     "build_preset",
     "open_workload",
     "read_trace",

@@ -1,8 +1,8 @@
-"""Arrival processes of an open loop: when each of n requests is sent.
+"""Arrival processes of an open loop: when each of n requests is sent. Here those with independent gaps.
 
-Each class is a frozen set of parameters with one method, `times_s(n)`. Every request waits for its gap, the
-first one too, as in `vllm bench serve`; unlike there, times are not rescaled afterwards to hit the rate
-exactly. The first n times of a longer draw are those of a shorter one.
+Each process is a frozen set of parameters with one method, `times_s(n)`. Every request waits for its gap, the
+first one too, as in `vllm bench serve`. The first n times of a longer draw are those of a shorter one; only the
+processes of `vllm_arrivals` differ there, by their definition.
 
 Which seed rules: a process with its own `seed` uses that one; without, it draws from the generator that it is
 handed (by `Synthetic`, from the root seed); without either, from root seed 0.
@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servetwin.workloads.checks import check_count, check_positive, check_seed
-from servetwin.workloads.spec import WorkloadError
-from servetwin.workloads.streams import stream
+from servetwin.workloads.ranges import check_between
+from servetwin.workloads.streams import arrival_stream
 
 MAX_CV = 100.0
 """Beyond it Gamma gaps underflow to 0 in double precision."""
 MIN_CV = 1e-3
+MIN_SHAPE, MAX_SHAPE = 0.1, 2000.0
+"""Of Weibull gaps: a CV between 430 and 0.0006."""
 
 FloatArray = NDArray[np.float64]
 
@@ -45,13 +47,13 @@ class Poisson:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate_per_s)
+        check_rate(self.rate_per_s)
         check_seed(self.seed)
 
     def times_s(self, n: int, rng: np.random.Generator | None = None) -> FloatArray:
         """Send times of `n` requests in seconds, ascending, shape [n]."""
         check_count("n", n, at_least=0)
-        return _generator(self.seed, rng).exponential(1 / self.rate_per_s, n).cumsum()
+        return arrival_stream(self.seed, rng).exponential(1 / self.rate_per_s, n).cumsum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +71,13 @@ class Gamma:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate_per_s)
+        check_rate(self.rate_per_s)
         _check_cv(self.cv, MIN_CV)
         check_seed(self.seed)
 
     @classmethod
     def from_burstiness(cls, *, rate_per_s: float, burstiness: float, seed: int | None = None) -> Self:
-        """The process of `vllm bench serve --burstiness b`: Gamma gaps of shape b, so cv = 1/sqrt(b)."""
+        """The gaps of `vllm bench serve --burstiness b` before it rescales them (`BenchServe` does): cv = 1/sqrt(b)."""
         check_positive("burstiness", burstiness, " (Constant has no variation)")
         return cls(rate_per_s=rate_per_s, cv=1 / math.sqrt(burstiness), seed=seed)
 
@@ -83,7 +85,43 @@ class Gamma:
         """Send times of `n` requests in seconds, ascending, shape [n]."""
         check_count("n", n, at_least=0)
         shape = self.cv**-2
-        return _generator(self.seed, rng).gamma(shape, 1 / (self.rate_per_s * shape), n).cumsum()
+        return arrival_stream(self.seed, rng).gamma(shape, 1 / (self.rate_per_s * shape), n).cumsum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weibull:
+    """Independent Weibull gaps: of a shape below 1 burstier than Poisson, above 1 steadier."""
+
+    rate_per_s: float
+    """Mean number of requests per second, above 0 and finite."""
+    shape: float
+    """0.1 to 2000; 1 is Poisson."""
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_rate(self.rate_per_s)
+        check_between("shape", self.shape, MIN_SHAPE, MAX_SHAPE)
+        check_seed(self.seed)
+
+    @classmethod
+    def from_cv(cls, *, rate_per_s: float, cv: float, seed: int | None = None) -> Self:
+        """The shape c with cv^2 = G(1 + 2/c)/G(1 + 1/c)^2 - 1, where G is the gamma function."""
+        from scipy.optimize import brentq
+
+        _check_cv(cv, MIN_CV)
+        shape = brentq(lambda c: math.log(_weibull_cv(c) / cv), MIN_SHAPE, MAX_SHAPE)
+        return cls(rate_per_s=rate_per_s, shape=float(shape), seed=seed)
+
+    @property
+    def cv(self) -> float:
+        """Standard deviation of the gaps divided by their mean."""
+        return _weibull_cv(self.shape)
+
+    def times_s(self, n: int, rng: np.random.Generator | None = None) -> FloatArray:
+        """Send times of `n` requests in seconds, ascending, shape [n]."""
+        check_count("n", n, at_least=0)
+        scale_s = 1 / (self.rate_per_s * math.gamma(1 + 1 / self.shape))
+        return (arrival_stream(self.seed, rng).weibull(self.shape, n) * scale_s).cumsum()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +139,7 @@ class Hyperexponential:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate_per_s)
+        check_rate(self.rate_per_s)
         _check_cv(self.cv, 1.0)
         check_seed(self.seed)
 
@@ -111,7 +149,7 @@ class Hyperexponential:
         squared = self.cv**2
         p_long = 1 / ((squared + 1) * (1 + math.sqrt((squared - 1) / (squared + 1))))
         # Both uniforms of a request are drawn together, so that a longer draw begins like a shorter one.
-        pick, length = _generator(self.seed, rng).random((n, 2)).T
+        pick, length = arrival_stream(self.seed, rng).random((n, 2)).T
         mean_s = np.where(pick < p_long, 0.5 / p_long, 0.5 / (1 - p_long)) / self.rate_per_s
         times_s: FloatArray = np.cumsum(-np.log1p(-length) * mean_s)
         return times_s
@@ -125,7 +163,7 @@ class Constant:
     """Number of requests per second, above 0 and finite."""
 
     def __post_init__(self) -> None:
-        _check_rate(self.rate_per_s)
+        check_rate(self.rate_per_s)
 
     def times_s(self, n: int, rng: np.random.Generator | None = None) -> FloatArray:
         """Send times of `n` requests in seconds, ascending, shape [n]; nothing is drawn."""
@@ -143,18 +181,14 @@ class AllAtOnce:
         return np.zeros(n)
 
 
-def _generator(seed: int | None, rng: np.random.Generator | None) -> np.random.Generator:
-    if seed is not None or rng is None:
-        return stream(seed or 0, "arrivals")
-    return rng
-
-
-def _check_rate(rate_per_s: float) -> None:
+def check_rate(rate_per_s: float) -> None:
+    """`rate_per_s` must be a finite number above 0."""
     check_positive("rate_per_s", rate_per_s, " (AllAtOnce sends everything at time 0)")
 
 
 def _check_cv(cv: float, smallest: float) -> None:
-    if isinstance(cv, bool) or not smallest <= cv <= MAX_CV:
-        raise WorkloadError(
-            f"cv {cv!r}: must be between {smallest:g} and {MAX_CV:g} (Constant has no variation)"
-        )
+    check_between("cv", cv, smallest, MAX_CV, " (Constant has no variation)")
+
+
+def _weibull_cv(shape: float) -> float:
+    return math.sqrt(math.expm1(math.lgamma(1 + 2 / shape) - 2 * math.lgamma(1 + 1 / shape)))

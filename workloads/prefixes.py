@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servetwin.workloads.checks import check_count
+from servetwin.workloads.lengths import IntArray
+from servetwin.workloads.prompts import Columns
 from servetwin.workloads.spec import WorkloadError
 
 
@@ -51,6 +53,15 @@ class SystemPrompts:
         """The system prompt of each of `n` requests: its index into `weights`, shape [n]."""
         shares = np.asarray(self.weights) / math.fsum(self.weights)
         return rng.choice(len(self.weights), n, p=shares).astype(np.int64)
+
+    def attach(self, input_tokens: IntArray, rng: np.random.Generator) -> Columns:
+        """Columns of requests with these input tokens of their own, which come after a system prompt, shape [n]."""
+        ids = [self.prefix_ids(prompt) for prompt in range(len(self.weights))]
+        return {
+            "prompt_tokens": self.tokens + input_tokens,
+            "prefix_ids": [ids[prompt] for prompt in self.sample(len(input_tokens), rng).tolist()],
+            "prefix_block_tokens": np.full(len(input_tokens), self.block_tokens),
+        }
 
     def prefix_ids(self, prompt: int) -> tuple[int, ...]:
         """The ids of system prompt `prompt`, one per `block_tokens` tokens, shared with no other prompt."""

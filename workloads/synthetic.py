@@ -1,77 +1,93 @@
-"""Made-up workloads: arrivals, lengths and shared prefixes put together."""
+"""Made-up workloads: an arrival process and a model of prompts put together."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
-from servetwin.workloads.arrivals import Arrivals
+import numpy as np
+
+from servetwin.workloads.arrivals import Arrivals, FloatArray
 from servetwin.workloads.checks import check_count
+from servetwin.workloads.columns import RequestColumns, column_array
+from servetwin.workloads.joint_lengths import Independent, JointLengths
 from servetwin.workloads.lengths import Lengths
-from servetwin.workloads.prefixes import SystemPrompts
-from servetwin.workloads.spec import ListWorkload, RequestSpec
+from servetwin.workloads.prompts import LengthsAndPrefixes, Prefixes, PromptModel, Prompts
+from servetwin.workloads.spec import MAX_TIME_S, MAX_TOKENS, ListWorkload, WorkloadError
 from servetwin.workloads.streams import stream
 
 
 class Synthetic(ListWorkload):
-    """`n` requests whose arrivals, input, output and system prompt are independent of each other.
+    """`n` requests whose arrivals are independent of what they ask.
 
-    `seed` is the root of one random stream per use (`arrivals`, `input_lengths`, `output_lengths`,
-    `prefixes`): changing one part leaves the draws of the others alone, and a longer workload begins with the
-    shorter one. An arrival process that has its own seed keeps it.
+    What they ask comes from a model of prompts (`prompts`), or of lengths and prefixes: `lengths` of input and output
+    together, or `input_lengths` and `output_lengths` of either, and optionally `prefixes`.
+
+    `seed` is the root of one random stream per use (`arrivals`, `input_lengths`, `output_lengths`, `lengths`,
+    `prefixes`): changing one part leaves the draws of the others alone. An arrival process that has its own
+    seed keeps it. A longer workload begins with the shorter one unless a part says otherwise.
     """
 
     def __init__(
         self,
         *,
         arrivals: Arrivals,
-        input_lengths: Lengths,
-        output_lengths: Lengths,
         n: int,
-        prefixes: SystemPrompts | None = None,
+        input_lengths: Lengths | None = None,
+        output_lengths: Lengths | None = None,
+        lengths: JointLengths | None = None,
+        prefixes: Prefixes | None = None,
+        prompts: PromptModel | None = None,
         seed: int = 0,
     ) -> None:
-        """`input_lengths` are prompt tokens without the system prompt. A bad number raises WorkloadError."""
+        """Input lengths are prompt tokens without the system prompt. A bad number raises WorkloadError."""
         check_count("n", n)
-        times_s = arrivals.times_s(n, stream(seed, "arrivals")).tolist()
-        inputs = input_lengths.sample(n, stream(seed, "input_lengths")).tolist()
-        outputs = output_lengths.sample(n, stream(seed, "output_lengths")).tolist()
-        heads = _heads(prefixes, n, seed)
-        requests = [
-            RequestSpec(
-                request_id=f"req-{i:06d}",
-                arrival_s=times_s[i],
-                prompt_tokens=heads[i].tokens + inputs[i],
-                output_tokens=outputs[i],
-                prefix_ids=heads[i].ids,
-                prefix_block_tokens=heads[i].block_tokens,
-            )
-            for i in range(n)
-        ]
-        about = {
+        parts: dict[str, Any] = {"prompts": prompts, "lengths": lengths, "prefixes": prefixes}
+        parts |= {"input_lengths": input_lengths, "output_lengths": output_lengths}
+        drawn = _prompt_model(parts).draw(n, seed)
+        times_s = arrivals.times_s(len(drawn), stream(seed, "arrivals"))
+        about: dict[str, Any] = {
             "format": "synthetic",
-            "requests": n,
+            "requests": len(drawn),
             "seed": seed,
             "arrivals": repr(arrivals),
-            "input_lengths": repr(input_lengths),
-            "output_lengths": repr(output_lengths),
-            "prefixes": repr(prefixes),
         }
-        super().__init__(requests, about)
+        about |= {name: repr(part) for name, part in parts.items() if part is not None}
+        if drawn.notes:
+            about["notes"] = list(drawn.notes)
+        super().__init__(_requests(times_s, drawn), about)
 
 
-class _Head(NamedTuple):
-    """The shared part of a prompt."""
+def _prompt_model(parts: dict[str, Any]) -> PromptModel:
+    """The one model that the given parts make."""
+    given = {name for name, part in parts.items() if part is not None}
+    if given == {"prompts"}:
+        model: PromptModel = parts["prompts"]
+        return model
+    if given - {"prefixes"} == {"lengths"}:
+        return LengthsAndPrefixes(lengths=parts["lengths"], prefixes=parts["prefixes"])
+    if given - {"prefixes"} == {"input_lengths", "output_lengths"}:
+        lengths = Independent(input_lengths=parts["input_lengths"], output_lengths=parts["output_lengths"])
+        return LengthsAndPrefixes(lengths=lengths, prefixes=parts["prefixes"])
+    raise WorkloadError(
+        f"{', '.join(sorted(given)) or 'no prompts and no lengths'}: must be either prompts, or lengths, or both "
+        f"input_lengths and output_lengths; prefixes go with lengths only"
+    )
 
-    tokens: int = 0
-    ids: tuple[int, ...] | None = None
-    block_tokens: int | None = None
 
+def _requests(times_s: FloatArray, drawn: Prompts) -> RequestColumns:
+    import pyarrow as pa
 
-def _heads(prefixes: SystemPrompts | None, n: int, seed: int) -> list[_Head]:
-    if prefixes is None:
-        return [_Head()] * n
-    kinds = [
-        _Head(prefixes.tokens, prefixes.prefix_ids(i), prefixes.block_tokens)
-        for i in range(len(prefixes.weights))
-    ]
-    return [kinds[i] for i in prefixes.sample(n, stream(seed, "prefixes")).tolist()]
+    prompt_tokens = np.asarray(drawn.columns["prompt_tokens"])
+    # What a RequestSpec would refuse one by one.
+    if times_s[-1] > MAX_TIME_S:
+        raise WorkloadError(
+            f"arrivals: the last of {len(drawn)} is at {times_s[-1]:.6g} s, after {MAX_TIME_S:g} s"
+        )
+    if prompt_tokens.max() > MAX_TOKENS:
+        raise WorkloadError(f"prompt_tokens {prompt_tokens.max()}: must be at most {MAX_TOKENS:,}")
+    columns = {
+        "request_id": [f"req-{i:06d}" for i in range(len(drawn))],
+        "arrival_s": times_s,
+        **drawn.columns,
+    }
+    return RequestColumns(pa.table({name: column_array(name, values) for name, values in columns.items()}))

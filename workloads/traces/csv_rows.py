@@ -28,6 +28,8 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d(?::?\d\d)?)?", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 MAX_NUMBER_CHARACTERS = 40
+HEADER_SHOWN = 400
+"""Characters of a header that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,12 @@ def each_batch(
 
 def read_header(line: str) -> list[str]:
     """The names in the first line of a csv file."""
-    return [cell.strip() for cell in next(csv.reader([line]), [])]
+    try:
+        cells = next(csv.reader([line]), [])
+    except csv.Error:
+        # A name too long for the csv module: none that is wanted, but the others may be.
+        cells = line.split(",")
+    return [cell.strip() for cell in cells]
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,8 @@ def _plain_table(text: str, width: int) -> pa.Table | None:
 def _place(source: Source, header: Sequence[str], name: str) -> int:
     if list(header).count(name) != 1:
         found = "twice or more in" if name in header else "not in"
-        raise WorkloadError(f"{source.path}: column {name!r} is {found} the header {','.join(header)!r}")
+        names = ",".join(header)[:HEADER_SHOWN]
+        raise WorkloadError(f"{source.path}: column {name!r} is {found} the header {names!r}")
     return list(header).index(name)
 
 
@@ -192,12 +200,19 @@ def _one_count(name: str, cell: str) -> int:
     return count(name, int(cell))
 
 
+def _has_long(cells: pa.StringArray) -> bool:
+    """Arrow would take numbers of any length."""
+    import pyarrow.compute as pc
+
+    return (pc.max(pc.binary_length(cells)).as_py() or 0) > MAX_NUMBER_CHARACTERS
+
+
 def _many_wholes(cells: pa.StringArray) -> IntArray | None:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     # Arrow alone would take 0x1f.
-    if not pc.all(pc.utf8_is_digit(cells)).as_py():
+    if _has_long(cells) or not pc.all(pc.utf8_is_digit(cells)).as_py():
         return None
     try:
         numbers: IntArray = cells.cast(pa.int64()).to_numpy()
@@ -233,6 +248,8 @@ def _one_number(name: str, cell: str) -> float:
 def _many_numbers(cells: pa.StringArray) -> NDArray[np.float64] | None:
     import pyarrow as pa
 
+    if _has_long(cells):
+        return None
     try:
         values: NDArray[np.float64] = cells.cast(pa.float64()).to_numpy()
     except pa.ArrowInvalid:

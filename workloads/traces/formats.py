@@ -7,13 +7,56 @@ from pathlib import Path
 
 from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.spec import WorkloadError
-from servetwin.workloads.traces import azure, jsonl, mooncake
+from servetwin.workloads.traces import (
+    aibrix,
+    azure,
+    bailian,
+    burstgpt,
+    generic_csv,
+    generic_jsonl,
+    jsonl,
+    llmservingsim,
+    lmcache,
+    mooncake,
+    openai_batch,
+    run_folder,
+    servegen,
+    sharegpt,
+    splitwise,
+    tracelab_csv,
+    tracelab_jsonl,
+    vidur,
+    vllm_bench,
+    weka,
+)
 from servetwin.workloads.traces.options import ReadOptions
 from servetwin.workloads.traces.rows import Rows
 from servetwin.workloads.traces.source import Source
 from servetwin.workloads.traces.trace import Reading, Trace, TraceFormat
 
-FORMATS: tuple[TraceFormat, ...] = (azure.FORMAT, mooncake.FORMAT, jsonl.FORMAT)
+FORMATS: tuple[TraceFormat, ...] = (
+    azure.FORMAT,
+    mooncake.FORMAT,
+    jsonl.FORMAT,
+    vidur.FORMAT,
+    burstgpt.FORMAT,
+    splitwise.FORMAT,
+    tracelab_csv.FORMAT,
+    servegen.FORMAT,
+    generic_csv.FORMAT,
+    bailian.FORMAT,
+    weka.FORMAT,
+    vllm_bench.FORMAT,
+    llmservingsim.FORMAT,
+    lmcache.FORMAT,
+    aibrix.FORMAT,
+    tracelab_jsonl.FORMAT,
+    sharegpt.FORMAT,
+    sharegpt.SESSIONS_FORMAT,
+    openai_batch.FORMAT,
+    generic_jsonl.FORMAT,
+    run_folder.FORMAT,
+)
 HIGHEST_PLAUSIBLE_RATE = 1000.0
 """Requests/s."""
 _ALWAYS_USED = frozenset({"format", "tolerance"})

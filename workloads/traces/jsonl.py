@@ -179,7 +179,10 @@ FORMAT = TraceFormat(
     name="servetwin jsonl",
     looks_like="JSON lines with request_id, arrival_s, prompt_tokens or prompt_token_ids, output_tokens",
     matches=lambda head: (
-        head.first_line.startswith("{") and not head.keys.isdisjoint({"arrival_s", "output_tokens"})
+        head.first_line.startswith("{")
+        and not head.keys.isdisjoint({"arrival_s", "output_tokens"})
+        # TraceLab's rounds have output_tokens, too.
+        and "timing_events" not in head.keys
     ),
     read=_read,
 )

@@ -42,4 +42,8 @@ class ReadOptions:
     """Answers of this many tokens, for formats that do not say how long they were."""
     model: str | None = None
     """Only the rows of this model, for formats that name one."""
+    window_s: tuple[float, float] | None = None
+    """From and to, in seconds of the source's own clock, for formats that are generated from; None: its first hour."""
+    seed: int = 0
+    """Root of all random numbers, for formats that are generated from."""
     tolerance: Tolerance = Tolerance.NORMAL

@@ -35,7 +35,10 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 300:
         # Python refuses to print numbers of thousands of digits.
         return f"a number of {value.bit_length()} bits"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} of too many levels to show"
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + " ..."
 
 
