@@ -277,7 +277,7 @@ class RunConfig(Config):
     live: bool = False
     """On the wall clock, not in simulated time."""
     max_concurrency: Positive | None = None
-    """Live: requests in flight at most."""
+    """Requests that the client keeps in flight at most."""
     draft_acceptance_rate: float | None = None
     """Probability that a draft is right, where no model verifies drafts."""
     reset_prefix_cache_at: tuple[float, ...] = ()

@@ -156,7 +156,7 @@ def test_what_is_left_out_is_said(
     assert "dropped: 2 of 4 rows of no use (1 " in said
     assert "refused: 1 of 2 requests; row-000004: prompt of 9000 tokens leaves no room" in said
     assert run(["run", jsonl(*rows(1, think_time_s=1.0)), *CONSTANT, *SMALL, *POOL]) == 0
-    assert "think_time_s is kept but not acted on" in capsys.readouterr().err
+    assert "its think_time_s is not acted on" in capsys.readouterr().err
 
 
 def test_the_engine_is_shown_before_it_serves(
@@ -404,7 +404,21 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--temperature", "1"], "have no effect with --executor constant"),
         ([*CONSTANT, "--save-plans"], "need --out"),
         ([*CONSTANT, "--num-prompts", "7"], "num_prompts 7"),
-        ([*CONSTANT, "--request-rate", "3"], "--request-rate goes with a preset only"),
+        ([*CONSTANT, "--request-rate", "3"], "has arrivals of its own"),
+        ([*CONSTANT, "--request-rate", "0"], "--request-rate 0.0 must be above 0"),
+        ([*CONSTANT, "--burstiness", "2"], "--burstiness goes with --request-rate or --ramp-up-strategy"),
+        (
+            [*CONSTANT, "--ramp-up-end-rps", "2"],
+            "--ramp-up-end-rps needs --ramp-up-strategy, --ramp-up-start-rps",
+        ),
+        ([*CONSTANT, "--dataset-name", "random"], "stands in the place of WORKLOAD"),
+        ([*CONSTANT, "--random-input-len", "5"], "--random-input-len goes with --dataset-name random"),
+        ([*CONSTANT, "--loop", "closed"], "loop 'closed': no request has a session_id"),
+        ([*CONSTANT, "--columns", "prompt_tokens"], "--columns 'prompt_tokens' must be field=name"),
+        ([*CONSTANT, "--window", "1"], "--window '1' must be START:END in seconds"),
+        ([*CONSTANT, "--window", "1:2"], "window_s has no use for the format servetwin jsonl"),
+        ([*CONSTANT, "--tokenizer", "/nowhere"], "--tokenizer /nowhere: there is no tokenizer.json"),
+        ([*CONSTANT, "--trace-format", "nope"], "format 'nope': must be one of azure, mooncake"),
         ([*CONSTANT, "--num-prompts", "0"], "--num-prompts 0 must be 1 or more"),
         ([], "--executor is missing: torch"),
         ([*CONSTANT, "--metric-defs", "mine"], "mine"),
@@ -419,7 +433,7 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--gpu-memory-utilization", "0.5"], "--gpu-memory-utilization has no effect"),
         ([*CONSTANT, "--zero-fresh-blocks"], "--zero-fresh-blocks has no effect"),
         ([*CONSTANT, "--compile"], "--compile has no effect"),
-        ([*CONSTANT, "--max-concurrency", "3"], "--max-concurrency goes with --live only"),
+        ([*CONSTANT, "--max-concurrency", "0"], "--max-concurrency 0 must be 1 or more"),
         (["--live"], "needs --model"),
         ([*CONSTANT, "--live"], "--live goes with --executor torch only, got constant"),
         (["--live", "--max-concurrency", "0"], "--max-concurrency 0 must be 1 or more"),
@@ -627,3 +641,62 @@ def test_keys_that_are_no_keys_are_one_line(
     policy = ["--scheduling-policy", f"odd_policies:{name}"]
     assert run(["run", "chat", "--num-prompts", "9", *rate, *CONSTANT, *policy]) == code
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+# ---------------------------------------------------------------- how requests are sent
+
+
+def summary_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The --json of a run with the constant executor."""
+    pool = ["--num-gpu-blocks-override", "4000", "--max-model-len", "8192"]
+    assert run(["run", *arguments, *CONSTANT, *pool, "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return printed
+
+
+def test_a_dataset_stands_in_for_a_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's flags and defaults; without a rate all at once, with one the exact duration."""
+    random = ["--dataset-name", "random", "--num-prompts", "20"]
+    at_once = summary_of(capsys, *random)
+    assert (at_once["total_input_tokens"], at_once["total_output_tokens"]) == (20 * 1024, 20 * 128)
+    assert at_once["max_concurrent_requests"] == 20
+    paced = summary_of(
+        capsys, *random, "--random-input-len", "100", "--request-rate", "2", "--burstiness", "inf"
+    )
+    assert paced["total_input_tokens"] == 2000
+    assert paced["duration"] == pytest.approx(10 - 0.5 + 1.28, abs=0.05)
+    repeated = summary_of(
+        capsys, "--dataset-name", "prefix_repetition", "--num-prompts", "10", "--prefix-repetition-num-prefixes", "1",
+        "--request-rate", "1",
+    )  # fmt: skip
+    assert repeated["servetwin"]["cached_prompt_tokens"] == 9 * 256
+
+
+def test_a_limit_of_the_client_is_shown_apart(
+    jsonl: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it held back stands beside the latencies, which count from the sending."""
+    assert run(["run", jsonl(*rows()), *CONSTANT, *SMALL, *POOL, "--max-concurrency", "1"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("held back", "E2E in all", "= first_token - sent", "= sent - arrival"):
+        assert words in shown
+
+
+def test_sessions_wait_for_their_answers_unless_told_otherwise(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """run.json says which; a run folder is a workload again, and gives the same log."""
+    turns = jsonl(
+        {"request_id": "0", "arrival_s": 0, "prompt_tokens": 20, "output_tokens": 9, "session_id": "s", "turn": 0},
+        {"request_id": "1", "arrival_s": 9, "prompt_tokens": 40, "output_tokens": 2, "session_id": "s", "turn": 1,
+         "think_time_s": 1, "context_tokens": 29},
+    )  # fmt: skip
+    closed = read_run(served(tmp_path, turns))
+    assert closed.header["workload"]["loop"] == "closed"
+    assert closed.requests.arrival_s.tolist() == pytest.approx([0, 1.09])
+    assert closed.requests.cached_tokens.tolist() == [0, 16]
+    assert tables_equal(closed, read_run(served(tmp_path, str(closed.path), name="again")))
+    opened = read_run(served(tmp_path, turns, "--loop", "open", name="open"))
+    assert opened.header["workload"]["loop"] == "open"
+    assert opened.requests.arrival_s.tolist() == [0, 9]
+    capsys.readouterr()

@@ -412,7 +412,7 @@ def test_a_long_damaged_value_is_shortened_in_the_message(jsonl):
         ("header.csv", AZURE_HEADER.encode() + b"\r\n", "has a header but no rows"),
         ("binary.csv", b"PK\x03\x04\x00\x00\x00", "is a binary file"),
         ("latin.csv", AZURE_HEADER.encode() + b"\n\xe9,1,1\n", "is not UTF-8 text"),
-        ("wrong.csv", b"a,b,c\n1,2,3\n", "begins with 'a,b,c', which is no known format: azure"),
+        ("wrong.csv", b"a,b,c\n1,2,3\n", "begins with 'a,b,c', which is no known format \\(azure, mooncake"),
         ("not.jsonl.zst", b'{"arrival_s": 1}', "cannot be read"),
         ("not.csv.gz", b"plain text", "cannot be read"),
     ],
@@ -459,6 +459,7 @@ def test_a_file_is_opened_by_path_and_says_where_its_rows_went(azure):
         "rows_dropped": {"zero output tokens": 1},
         "requests": 2,
         "seed": 0,
+        "loop": "open",
     }
 
 
@@ -473,7 +474,7 @@ def test_num_prompts_takes_the_first_in_order_of_arrival(azure):
     ("options", "message"),
     [
         ({"num_prompts": 0}, "num_prompts 0: must be a whole number, 1 or more"),
-        ({"rate_per_s": 2.0}, "rate_per_s 2.0: must be left out for a trace"),
+        ({"rate_per_s": 2.0}, "has arrivals of its own, which a request rate cannot change"),
         ({"seed": -1}, "seed -1: must be a whole number, 0 or more"),
     ],
 )

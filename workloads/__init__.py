@@ -10,6 +10,8 @@ from servetwin.workloads.arrivals import (
     Weibull,
 )
 from servetwin.workloads.block_tree import BlockTree
+from servetwin.workloads.closed_loop import ClosedLoop, Users, as_workload
+from servetwin.workloads.columns import RequestColumns, values_of
 from servetwin.workloads.families import SharedPrefixFamilies
 from servetwin.workloads.joint_lengths import (
     EmpiricalPairs,
@@ -39,7 +41,7 @@ from servetwin.workloads.schedules import Diurnal, RateSteps, Spike, Spikes
 from servetwin.workloads.spec import ListWorkload, RequestSpec, Workload, WorkloadError
 from servetwin.workloads.superposition import Superposition
 from servetwin.workloads.synthetic import Synthetic
-from servetwin.workloads.traces import Trace, read_trace, to_jsonl, write_jsonl
+from servetwin.workloads.traces import ReadOptions, Tolerance, Trace, read_trace, to_jsonl, write_jsonl
 from servetwin.workloads.vllm_arrivals import BenchServe, RampUp
 from servetwin.workloads.vllm_datasets import PrefixRepetitionDataset, RandomDataset
 
@@ -50,6 +52,7 @@ __all__ = [
     "Arrivals",
     "BenchServe",
     "BlockTree",
+    "ClosedLoop",
     "Constant",
     "Diurnal",
     "Empirical",
@@ -79,6 +82,8 @@ __all__ = [
     "RandomDataset",
     "RankCorrelated",
     "RateSteps",
+    "ReadOptions",
+    "RequestColumns",
     "RequestSpec",
     "SharedPrefixFamilies",
     "Spike",
@@ -87,16 +92,20 @@ __all__ = [
     "Superposition",
     "Synthetic",
     "SystemPrompts",
+    "Tolerance",
     "Trace",
     "TruncatedNormal",
     "Uniform",
+    "Users",
     "Weibull",
     "Workload",
     "WorkloadError",
     "Zipf",
+    "as_workload",
     "build_preset",
     "open_workload",
     "read_trace",
     "to_jsonl",
+    "values_of",
     "write_jsonl",
 ]

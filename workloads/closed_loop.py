@@ -16,7 +16,7 @@ from servetwin.workloads.spec import ListWorkload, RequestSpec, WorkloadError
 
 Loop = Literal["auto", "open", "closed"]
 LOOPS: tuple[Loop, ...] = ("auto", "open", "closed")
-"""auto: closed where a later turn has a think time."""
+"""auto: closed where there are sessions with think times."""
 
 
 class ClosedLoop:
@@ -99,7 +99,8 @@ def as_workload(
     """
     if loop == "closed" and not _has(requests, "session_id"):
         raise WorkloadError("loop 'closed': no request has a session_id, so no turn waits for another")
-    closed = loop == "closed" or (loop == "auto" and _has(requests, "think_time_s"))
+    waits = _has(requests, "session_id") and _has(requests, "think_time_s")
+    closed = loop == "closed" or (loop == "auto" and waits)
     about = about | {"loop": "closed" if closed else "open"}
     return ClosedLoop(requests, about) if closed else ListWorkload(requests, about)
 

@@ -159,6 +159,15 @@ class RequestColumns(Sequence[RequestSpec]):
     __hash__ = None  # type: ignore[assignment]
 
 
+def values_of(requests: Sequence[RequestSpec], name: str) -> list[Any]:
+    """One field of every request, without making requests of columns."""
+    return (
+        requests.values(name)
+        if isinstance(requests, RequestColumns)
+        else [getattr(r, name) for r in requests]
+    )
+
+
 def column_array(name: str, values: Sequence[Any] | NDArray[Any]) -> pa.Array:
     """One value per request (None: the default) as the Arrow array of column `name`.
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags, TraceFlags
+from servetwin.sim.commands.loading import Load
 from servetwin.sim.commands.running import RunRequest, show
 from servetwin.sim.commands.running import carry_out as run
 from servetwin.sim.commands.show import command_name, say
@@ -43,7 +44,7 @@ def carry_out(request: DemoRequest) -> int:
     with as_file(files("servetwin.workloads") / "data" / "demo.jsonl") as workload:
         code = run(
             RunRequest(
-                str(workload),
+                Load(str(workload), LoadFlags(ignore_eos=False), TraceFlags()),
                 RunFlags(
                     executor="torch",
                     out=request.out,
@@ -51,7 +52,6 @@ def carry_out(request: DemoRequest) -> int:
                     save_tokens=True,
                     seed=request.seed,
                 ),
-                LoadFlags(ignore_eos=False),
                 EngineFlags(
                     model=model,
                     dtype="float32",

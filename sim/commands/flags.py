@@ -13,6 +13,7 @@ from servetwin.sim.human_readable import human_readable_int
 
 RUN = Group("Run", sort_key=0)
 LOAD = Group("Load", sort_key=1)
+TRACE = Group("Trace", sort_key=1)
 MODEL = Group("Model", sort_key=2)
 CACHE = Group("KV cache", sort_key=3)
 SCHEDULER = Group("Scheduler", sort_key=4)
@@ -101,21 +102,129 @@ class LoadFlags:
     """Which requests are sent."""
 
     num_prompts: Annotated[
-        int | None, _int(LOAD, "Only the first N requests (default: all; a preset: 1,000).")
+        int | None,
+        _int(
+            LOAD,
+            "Only the first N requests (default: all of a trace, a preset's own number, 1,000 of a dataset).",
+        ),
     ] = None
     request_rate: Annotated[
-        float | None, _flag(LOAD, "Requests/s of a preset instead of its own; traces keep theirs.")
+        float | None,
+        _flag(
+            LOAD,
+            "Requests/s of a preset instead of its own, of --dataset-name, or of a trace without times (of one with "
+            "sessions: sessions/s); inf: all at once. A trace with times keeps them: see `servetwin trace scale`.",
+        ),
     ] = None
+    burstiness: Annotated[
+        float | None,
+        _flag(
+            LOAD, "With --request-rate: gaps of shape B, below 1 bursty, 1 Poisson (default), inf constant."
+        ),
+    ] = None
+    ramp_up_strategy: Annotated[
+        Literal["linear", "exponential"] | None,
+        _flag(
+            LOAD, "The rate goes with the index of the request from --ramp-up-start-rps to --ramp-up-end-rps."
+        ),
+    ] = None
+    ramp_up_start_rps: Annotated[float | None, _flag(LOAD, "Requests/s of the first request.")] = None
+    ramp_up_end_rps: Annotated[float | None, _flag(LOAD, "Requests/s of the last request.")] = None
     max_concurrency: Annotated[
         int | None,
         _int(
             LOAD,
-            "With --live: at most so many requests in flight; one that is due then is sent when another has ended.",
+            "At most so many requests in flight: the client sends one that is due then when another has ended. "
+            "Latencies count from when it was sent; those from its arrival stand beside them.",
         ),
+    ] = None
+    loop: Annotated[
+        Literal["auto", "open", "closed"],
+        _flag(
+            LOAD,
+            "closed: a later turn of a session is sent when the turn before has ended and its think time has passed. "
+            "open: at its recorded time. auto: closed where there are think times.",
+        ),
+    ] = "auto"
+    dataset_name: Annotated[
+        Literal["random", "prefix_repetition"] | None,
+        _flag(
+            LOAD,
+            "Made-up requests of `vllm bench serve` in the place of WORKLOAD, all at once without a rate.",
+        ),
+    ] = None
+    random_input_len: Annotated[int | None, _int(LOAD, "Dataset random: prompt tokens (default 1024).")] = (
+        None
+    )
+    random_output_len: Annotated[int | None, _int(LOAD, "Dataset random: output tokens (default 128).")] = (
+        None
+    )
+    random_range_ratio: Annotated[
+        float | None, _flag(LOAD, "Dataset random: lengths from (1 - R) to (1 + R) times these (default 0).")
+    ] = None
+    random_prefix_len: Annotated[
+        int | None, _int(LOAD, "Dataset random: tokens that all prompts begin with, on top (default 0).")
+    ] = None
+    prefix_repetition_prefix_len: Annotated[
+        int | None, _int(LOAD, "Dataset prefix_repetition: tokens of a prefix (default 256).")
+    ] = None
+    prefix_repetition_suffix_len: Annotated[
+        int | None, _int(LOAD, "Dataset prefix_repetition: tokens of one's own (default 256).")
+    ] = None
+    prefix_repetition_num_prefixes: Annotated[
+        int | None, _int(LOAD, "Dataset prefix_repetition: prefixes (default 10).")
+    ] = None
+    prefix_repetition_output_len: Annotated[
+        int | None, _int(LOAD, "Dataset prefix_repetition: output tokens (default 128).")
     ] = None
     ignore_eos: Annotated[
         bool, _flag(LOAD, "Generate exactly output_tokens tokens; a request's own ignore_eos wins.")
     ] = True
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TraceFlags:
+    """How a trace is read, where its content leaves that open."""
+
+    trace_format: Annotated[
+        str | None,
+        Parameter(
+            ("--trace-format", "--format"),
+            group=TRACE,
+            help="Name of the format (default: told by the content).",
+        ),
+    ] = None
+    time_unit: Annotated[
+        Literal["s", "ms", "us", "ns"] | None, _flag(TRACE, "Unit of the times in the file.")
+    ] = None
+    hash_block_size: Annotated[int | None, _int(TRACE, "Tokens that one prefix id (hash id) stands for.")] = (
+        None
+    )
+    columns: Annotated[
+        tuple[str, ...],
+        _switch(
+            TRACE,
+            "field=name, several times: where csv or JSONL of your own has arrival, prompt_tokens, output_tokens, "
+            "session_id ...",
+        ),
+    ] = ()
+    tokenizer: Annotated[
+        Path | None,
+        _flag(TRACE, "tokenizer.json, or a folder that has one: for traces that hold texts."),
+    ] = None
+    trace_model: Annotated[
+        str | None, _flag(TRACE, "Only the rows of this model, for traces that name one.")
+    ] = None
+    trace_output_tokens: Annotated[
+        int | None, _int(TRACE, "Output tokens of every request, for traces that do not say.")
+    ] = None
+    window: Annotated[
+        str | None,
+        _flag(
+            TRACE, "START:END in seconds of the source's own clock, for ServeGen folders (default: an hour)."
+        ),
+    ] = None
 
 
 @Parameter(name="*")

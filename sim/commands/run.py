@@ -6,21 +6,26 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags, TraceFlags
 
 # Frozen, and cyclopts shows these defaults in --help.
-RUN, LOAD, ENGINE, SAMPLING = RunFlags(), LoadFlags(), EngineFlags(), SamplingFlags()
+RUN, LOAD, TRACE = RunFlags(), LoadFlags(), TraceFlags()
+ENGINE, SAMPLING = EngineFlags(), SamplingFlags()
 
 
 def run(
     workload: Annotated[
-        str,
-        Parameter(help="A trace file, our JSONL (one request a line), or a preset: chat, code (synthetic)."),
-    ],
+        str | None,
+        Parameter(
+            help="A trace (its format is told by its content), our JSONL (one request a line), a run folder, or a "
+            "preset (`servetwin trace presets`)."
+        ),
+    ] = None,
     /,
     *,
     flags: RunFlags = RUN,
     load: LoadFlags = LOAD,
+    trace: TraceFlags = TRACE,
     engine: EngineFlags = ENGINE,
     sampling: SamplingFlags = SAMPLING,
 ) -> int:
@@ -29,6 +34,7 @@ def run(
     Requests arrive, the scheduler (vLLM 0.22.0 V1) decides, the executor runs what it decided, and the time that took
     moves the simulated clock; idle time is skipped. Results go to stdout, progress to stderr.
     """
+    from servetwin.sim.commands.loading import Load
     from servetwin.sim.commands.running import RunRequest, carry_out
 
-    return carry_out(RunRequest(workload, flags, load, engine, sampling))
+    return carry_out(RunRequest(Load(workload, load, trace), flags, engine, sampling))

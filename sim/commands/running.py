@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,9 @@ from rich.console import Console
 
 from servetwin.sim.commands.engine import Engine, build_engine, build_live_engine
 from servetwin.sim.commands.errors import UsageError, policy_errors_told
-from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
+from servetwin.sim.commands.flags import EngineFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.interrupt import StopRequest
+from servetwin.sim.commands.loading import Load
 from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, results_console, say
 from servetwin.sim.commands.vllm_merge import with_vllm_args
 from servetwin.sim.config import EngineConfig, RunConfig
@@ -32,7 +32,7 @@ from servetwin.sim.runs import RunWriter, check_room, read_run
 from servetwin.sim.simulation import sampling_of, simulate
 from servetwin.sim.tables import Tables
 from servetwin.sim.units import seconds_to_ns
-from servetwin.workloads import PRESETS, ListWorkload, RequestSpec, open_workload
+from servetwin.workloads import ClosedLoop, ListWorkload, RequestSpec, values_of
 from servetwin.workloads.spec import MAX_TIME_S
 from servetwin.workloads.traces.jsonl import to_jsonl
 
@@ -43,9 +43,8 @@ LOG_BLOCKS_BELOW_REQUESTS = 50_000
 class RunRequest:
     """One command line of `run`, as typed."""
 
-    workload: str
+    load: Load
     flags: RunFlags
-    load: LoadFlags
     engine: EngineFlags
     sampling: SamplingFlags
     quiet: bool = False
@@ -75,7 +74,7 @@ class RunRequest:
                 "--executor is missing: torch (with --model), constant (with --step-time-s), or module:attribute"
             )
         definitions(flags.metric_defs)
-        self._check_load()
+        self.load.check()
         self._check_sampling()
         if flags.out is not None:
             check_room(flags.out, flags.overwrite)
@@ -85,28 +84,13 @@ class RunRequest:
             )
 
     def _check_clock(self) -> None:
-        flags, concurrency = self.flags, self.load.max_concurrency
-        if concurrency is not None and concurrency < 1:
-            raise UsageError(f"--max-concurrency {concurrency} must be 1 or more")
+        flags = self.flags
         if not flags.live:
-            if concurrency is not None:
-                raise UsageError(
-                    "--max-concurrency goes with --live only: a simulated client sends at arrival_s"
-                )
             return
         if flags.executor not in (None, "torch"):
             raise UsageError(f"--live goes with --executor torch only, got {flags.executor}")
         if flags.reset_prefix_cache_at:
             raise UsageError("--reset-prefix-cache-at goes with simulated time only, not with --live")
-
-    def _check_load(self) -> None:
-        num_prompts, rate = self.load.num_prompts, self.load.request_rate
-        if num_prompts is not None and num_prompts < 1:
-            raise UsageError(f"--num-prompts {num_prompts} must be 1 or more")
-        if rate is not None and self.workload not in PRESETS:
-            raise UsageError("--request-rate goes with a preset only: a trace keeps its own arrivals")
-        if rate is not None and not 0 < rate < math.inf:
-            raise UsageError(f"--request-rate {rate} must be a finite number above 0 (requests/s)")
 
     def _check_sampling(self) -> None:
         sampling = self.sampling
@@ -119,8 +103,8 @@ def carry_out(request: RunRequest) -> int:
     """Runs it and returns the exit code."""
     request = request.with_vllm_args()
     request.check()
-    flags, load = request.flags, request.load
-    workload = open_workload(request.workload, load.num_prompts, load.request_rate, flags.seed)
+    flags = request.flags
+    workload = request.load.open(flags.seed)
     if flags.live:
         if flags.step_time_s is not None:
             raise UsageError("--step-time-s has no effect with --live, which measures its steps")
@@ -142,14 +126,18 @@ def carry_out(request: RunRequest) -> int:
     return 0
 
 
-def _announce(workload: ListWorkload, engine: Engine) -> None:
+def _announce(workload: ListWorkload | ClosedLoop, engine: Engine) -> None:
     """What is about to run, on stderr: what was left out, assumed, and not acted on."""
     about = workload.about
     if dropped := about.get("rows_dropped"):
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         say(f"dropped: {sum(dropped.values())} of {about['rows_read']} rows of no use ({reasons})")
-    if any(r.think_time_s is not None for r in workload.requests):
-        say("note: think_time_s is kept but not acted on: every request is sent at its arrival_s (open loop)")
+    for note in about.get("notes", ()):
+        say(f"note: {note}")
+    if about.get("loop") == "closed":
+        say("closed loop: later turns of a session wait for their answers, and for their think times")
+    elif any(value is not None for value in values_of(workload.requests, "think_time_s")):
+        say("open loop: every request is sent at its arrival_s; its think_time_s is not acted on")
     for text in _without_effect(workload, engine.config.scheduler.policy):
         say(f"note: {text}")
     for text in engine.notes:
@@ -159,14 +147,14 @@ def _announce(workload: ListWorkload, engine: Engine) -> None:
     say(f"engine: {_engine_line(engine.config)}")
 
 
-def _without_effect(workload: ListWorkload, policy: str) -> Iterator[str]:
+def _without_effect(workload: ListWorkload | ClosedLoop, policy: str) -> Iterator[str]:
     """What a policy goes by, where no request has it."""
     requests = workload.requests
-    if policy == "fair" and all(r.client_id is None for r in requests):
+    if policy == "fair" and not any(values_of(requests, "client_id")):
         yield "no request has a client_id, so the policy fair serves them like fcfs"
-    if policy == "priority" and len({r.priority for r in requests}) == 1:
+    if policy == "priority" and len({*values_of(requests, "priority")}) == 1:
         yield "all priorities are equal, so the policy priority serves by arrival"
-    if policy == "sjf" and all(r.predicted_output_tokens is None for r in requests):
+    if policy == "sjf" and not any(values_of(requests, "predicted_output_tokens")):
         yield "no request has predicted_output_tokens: the policy sjf goes by output_tokens, the true length"
 
 
@@ -205,7 +193,7 @@ def show(summary: dict[str, Any], *, live: bool = False) -> None:
         console.print(item)
 
 
-def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[str, Any]:
+def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Engine) -> dict[str, Any]:
     flags, config = request.flags, _run_config(request, engine)
     log_blocks = len(workload) < LOG_BLOCKS_BELOW_REQUESTS if flags.log_blocks is None else flags.log_blocks
     recorder = _Recorder(request, config, workload, engine)
@@ -247,12 +235,13 @@ def _serve(request: RunRequest, workload: ListWorkload, engine: Engine) -> dict[
                     on_step=on_step,
                     vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
                     cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
+                    max_concurrency=config.max_concurrency,
                 )
         progress.done(end_ns)
     return recorder.summary
 
 
-def run_header(config: RunConfig, workload: ListWorkload, engine: Engine) -> dict[str, Any]:
+def run_header(config: RunConfig, workload: ListWorkload | ClosedLoop, engine: Engine) -> dict[str, Any]:
     """What made the run, for `run.json`."""
     return {
         "config": config.model_dump(mode="json"),
@@ -270,7 +259,7 @@ def run_header(config: RunConfig, workload: ListWorkload, engine: Engine) -> dic
 
 
 def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
-    flags, load, sampling = request.flags, request.load, request.sampling
+    flags, load, sampling = request.flags, request.load.flags, request.sampling
     return RunConfig(
         engine=engine.config,
         executor="torch" if flags.live else str(flags.executor),
@@ -310,7 +299,7 @@ class _Recorder:
     """Where the run goes: into its folder, or into memory when there is none."""
 
     def __init__(
-        self, request: RunRequest, config: RunConfig, workload: ListWorkload, engine: Engine
+        self, request: RunRequest, config: RunConfig, workload: ListWorkload | ClosedLoop, engine: Engine
     ) -> None:
         flags = request.flags
         self._metric_defs = flags.metric_defs

@@ -15,6 +15,8 @@ from rich.text import Text
 from servetwin.sim.units import ns_to_seconds
 
 LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "E2E"), ("queue", "queue"))
+HELD_BACK = (("client_queue_time", "held back"), ("e2el_including_client_queue", "E2E in all"))
+"""Where a client's own limit held requests back."""
 
 
 def say(message: str) -> None:
@@ -88,7 +90,9 @@ def results(summary: Mapping[str, Any], clock: str = "simulated") -> list[Render
 def _formulas(summary: Mapping[str, Any]) -> Text:
     own = summary["servetwin"]
     formulas = {**own["formulas"], "e2el": own["formulas"].get("e2e", "")}
-    lines = [f"{title:<5} = {formulas[key]}" for key, title in LATENCIES if formulas.get(key)]
+    shown = [(title, formulas[key]) for key, title in (*LATENCIES, *HELD_BACK) if formulas.get(key)]
+    width = max(len(title) for title, _ in shown)
+    lines = [f"{title:<{width}} = {formula}" for title, formula in shown]
     return Text("\n".join([f"percentiles: {own['percentile_method']}", *lines]), style="dim")
 
 
@@ -98,7 +102,7 @@ def _latency_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("")
     for column in ("mean", "p50", "p90", "p99"):
         table.add_column(column, justify="right")
-    for key, title in LATENCIES:
+    for key, title in (*LATENCIES, *HELD_BACK):
         statistics = own["latency"].get(f"{key}_ms")
         if statistics is not None:
             cells = [_number(statistics.get(name)) for name in ("mean", "p50", "p90", "p99")]

@@ -60,8 +60,7 @@ def _of_model(
         names = batch.list(MODEL)
         found |= dict.fromkeys(names)
         mine = np.array([name == model for name in names], dtype=np.bool_)
-        reading.rows.read += int((~mine).sum())
-        reading.rows.dropped[OTHER_MODEL] += int((~mine).sum())
+        reading.rows.not_asked_for(int((~mine).sum()), OTHER_MODEL)
         yield selected(batch, mine, arrays=NUMBERS, lists=lists)
     if model not in found:
         others = ", ".join(shown(name) for name in list(found)[:MODELS_SHOWN])

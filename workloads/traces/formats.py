@@ -59,7 +59,8 @@ FORMATS: tuple[TraceFormat, ...] = (
 )
 HIGHEST_PLAUSIBLE_RATE = 1000.0
 """Requests/s."""
-_ALWAYS_USED = frozenset({"format", "tolerance"})
+_ALWAYS_USED = frozenset({"format", "tolerance", "seed"})
+"""The seed is that of a whole run, which has other uses for it."""
 
 
 def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
@@ -76,7 +77,8 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
     format_.read(reading)
     rows = reading.rows
     requests = rows.requests()
-    _check_rate(reading, requests)
+    if reading.arrivals == "recorded":
+        _check_rate(reading, requests)
     return Trace(
         requests=requests,
         format=format_.name,
@@ -91,30 +93,35 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
 
 
 def known_formats() -> str:
-    """The formats and what they look like, for messages."""
-    return "; ".join(f"{f.name} ({f.looks_like})" for f in FORMATS)
+    """The names of the formats, for messages."""
+    return ", ".join(f.name for f in FORMATS)
 
 
 def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
     if options.format is not None:
         return _named(options.format)
     found = [f for f in FORMATS if f.matches(source.head)]
+    if not found and options.columns:
+        # Whoever maps columns has said that it is none of the others.
+        return generic_jsonl.FORMAT if source.head.first_line.startswith("{") else generic_csv.FORMAT
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(f.name for f in found)
-        raise WorkloadError(f"{source.path}: may be {names}: say which with --format")
+        raise WorkloadError(f"{source.path}: may be {names}: say which with --trace-format")
     begins = (
         "is a folder of" if source.head.folder else f"begins with {source.head.first_line[:60]!r}, which is"
     )
-    raise WorkloadError(f"{source.path}: {begins} no known format: {known_formats()}")
+    raise WorkloadError(
+        f"{source.path}: {begins} no known format ({known_formats()}); for csv and JSONL of your own map the columns"
+    )
 
 
 def _named(name: str) -> TraceFormat:
     for format_ in FORMATS:
         if format_.name == name:
             return format_
-    raise WorkloadError(f"format {name!r}: must be one of {', '.join(f.name for f in FORMATS)}")
+    raise WorkloadError(f"format {name!r}: must be one of {known_formats()}")
 
 
 def _check_options(source: Source, format_: TraceFormat, options: ReadOptions) -> None:

@@ -88,7 +88,7 @@ class _Map:
                 raise WorkloadError(f"{self._path}: column for {field!r}: must be for one of {known}")
         if "prefix_ids" in reading.options.columns and reading.options.block_size is None:
             raise WorkloadError(
-                f"{self._path}: column for prefix_ids: say how many tokens one has: --block-size"
+                f"{self._path}: column for prefix_ids: say how many tokens one has: --hash-block-size"
             )
 
     def name(self, field: str) -> str:

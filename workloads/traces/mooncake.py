@@ -122,7 +122,7 @@ def check_ids(ids: list[int], prompt_tokens: int, block: int, *, partial_has_id:
     if len(ids) == begun or (partial_has_id is None and len(ids) == filled):
         return
     likely = [b for b in (16, 32, 64, 128, 256, 512, 1024) if math.ceil(prompt_tokens / b) == len(ids)]
-    hint = f"; {' or '.join(map(str, likely))} tokens per id would fit: --block-size" if likely else ""
+    hint = f"; {' or '.join(map(str, likely))} tokens per id would fit: --hash-block-size" if likely else ""
     raise Damage("hash_ids", f"{len(ids)} ids", f"{begun} for {prompt_tokens} tokens at {block} per id{hint}")
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
+
+from servetwin.workloads.checks import check_count, check_seed
+from servetwin.workloads.spec import WorkloadError
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 NS_PER: Mapping[TimeUnit, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
@@ -47,3 +51,14 @@ class ReadOptions:
     seed: int = 0
     """Root of all random numbers, for formats that are generated from."""
     tolerance: Tolerance = Tolerance.NORMAL
+
+    def __post_init__(self) -> None:
+        """Raises WorkloadError for a value that no format could use."""
+        if self.time_unit is not None and self.time_unit not in NS_PER:
+            raise WorkloadError(f"time_unit {self.time_unit!r}: must be one of {', '.join(NS_PER)}")
+        for name in ("block_size", "output_tokens"):
+            if (value := getattr(self, name)) is not None:
+                check_count(name, value)
+        check_seed(self.seed)
+        if self.window_s is not None and not 0 <= self.window_s[0] < self.window_s[1] < math.inf:
+            raise WorkloadError(f"window_s {self.window_s!r}: must be two finite times, the second after the first")

@@ -94,6 +94,11 @@ class Rows:
         """Emits a request as it is, its source row included."""
         self._append({name: getattr(spec, name) for name in REQUEST_FIELDS})
 
+    def not_asked_for(self, count: int, reason: str) -> None:
+        """Rows that are read and that the user wanted left out: counted, and no offence in a strict reading."""
+        self.read += count
+        self.dropped[reason] += count
+
     def skip(self, number: int, reason: str) -> None:
         """A row that is read and not emitted, for the named reason."""
         with self.row(number):

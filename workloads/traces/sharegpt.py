@@ -37,7 +37,7 @@ def _read_first_turns(reading: Reading) -> None:
     reading.arrivals = "none"
     reading.notes.append(
         "only the first two messages of a conversation are used, as in vLLM, which also leaves out those with fewer "
-        "than 4 or more than 1024 tokens of prompt; --format 'sharegpt sessions' uses all of them"
+        "than 4 or more than 1024 tokens of prompt; --trace-format 'sharegpt sessions' uses all of them"
     )
 
 
