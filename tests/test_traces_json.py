@@ -1027,3 +1027,18 @@ def test_a_document_that_does_not_end_is_given_up_when_it_is_too_long():
         '{"c": 3}',
         '{\n"d": 4\n}',
     ]
+
+
+def test_rows_of_increments_are_read_by_name_only(tmp_path):
+    """Dynamo's mooncake-delta: prompts grow by what is new; as plain Mooncake each row is a whole prompt."""
+    path = tmp_path / "delta.jsonl"
+    rows = [
+        {"timestamp": 0, "input_length": 100, "output_length": 20, "session_id": "s", "hash_ids": [1]},
+        {"delay": 500, "input_length": 40, "output_length": 0, "session_id": "s"},
+        {"delay": 500, "input_length": 30, "output_length": 5, "session_id": "s", "hash_ids": [2]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = read_trace(path, ReadOptions(format="mooncake delta"))
+    assert (first.prompt_tokens, first.prefix_ids) == (100, (1,))
+    assert (second.prompt_tokens, second.context_tokens, second.prefix_ids) == (150, 120, None)
+    assert [r.prompt_tokens for r in read_trace(path)] == [100, 30]

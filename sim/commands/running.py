@@ -36,6 +36,8 @@ from servetwin.workloads import ClosedLoop, ListWorkload, RequestSpec, values_of
 from servetwin.workloads.spec import MAX_TIME_S
 from servetwin.workloads.traces.jsonl import to_jsonl
 
+UNITS = {"time_unit": "times in", "block_size": "tokens per prefix id:"}
+"""What was found out about a trace and decides how it is read."""
 LOG_BLOCKS_BELOW_REQUESTS = 50_000
 
 
@@ -132,6 +134,7 @@ def _announce(workload: ListWorkload | ClosedLoop, engine: Engine) -> None:
     if dropped := about.get("rows_dropped"):
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         say(f"dropped: {sum(dropped.values())} of {about['rows_read']} rows of no use ({reasons})")
+    say(_workload_line(workload))
     for note in about.get("notes", ()):
         say(f"note: {note}")
     if about.get("loop") == "closed":
@@ -145,6 +148,18 @@ def _announce(workload: ListWorkload | ClosedLoop, engine: Engine) -> None:
     for text in engine.assumed:
         say(f"assumed: {text}")
     say(f"engine: {_engine_line(engine.config)}")
+
+
+def _workload_line(workload: ListWorkload | ClosedLoop) -> str:
+    """Format, size, span and unit: a misread unit shows here."""
+    about, times_s = workload.about, values_of(workload.requests, "arrival_s")
+    span_s = max(times_s) - min(times_s)
+    rate = f", {len(times_s) / span_s:.3g}/s" if span_s else ""
+    units = [f"{label} {about[key]}" for key, label in UNITS.items() if key in about]
+    return (
+        ", ".join([f"workload: {about.get('preset', about.get('format', 'made up'))}", *units])
+        + f": {len(times_s):,} requests over {span_s:,.6g} s{rate}"
+    )
 
 
 def _without_effect(workload: ListWorkload | ClosedLoop, policy: str) -> Iterator[str]:

@@ -19,6 +19,7 @@ from servetwin.workloads.traces import (
     lmcache,
     mooncake,
     openai_batch,
+    parquet,
     run_folder,
     servegen,
     sharegpt,
@@ -37,6 +38,7 @@ from servetwin.workloads.traces.trace import Reading, Trace, TraceFormat
 FORMATS: tuple[TraceFormat, ...] = (
     azure.FORMAT,
     mooncake.FORMAT,
+    mooncake.DELTA_FORMAT,
     jsonl.FORMAT,
     vidur.FORMAT,
     burstgpt.FORMAT,
@@ -56,6 +58,7 @@ FORMATS: tuple[TraceFormat, ...] = (
     openai_batch.FORMAT,
     generic_jsonl.FORMAT,
     run_folder.FORMAT,
+    parquet.FORMAT,
 )
 HIGHEST_PLAUSIBLE_RATE = 1000.0
 """Requests/s."""
@@ -79,6 +82,8 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
     requests = rows.requests()
     if reading.arrivals == "recorded":
         _check_rate(reading, requests)
+    else:
+        requests = with_waiting_turns(requests)
     return Trace(
         requests=requests,
         format=format_.name,
@@ -147,3 +152,19 @@ def _check_rate(reading: Reading, requests: RequestColumns) -> None:
             f"{reading.source.path}: {len(requests):,} requests within {span_s:.6g} s, if its times are in {unit}: "
             f"say which unit they have with --time-unit"
         )
+
+
+def with_waiting_turns(requests: RequestColumns) -> RequestColumns:
+    """The same, where later turns without times wait for their answers: an unknown pause is none.
+
+    Without it they would be sent together with the beginning of their session.
+    """
+    if not requests.has("session_id"):
+        return requests
+    seen: set[str] = set()
+    pauses_s: list[float | None] = []
+    for session, pause_s in zip(requests.values("session_id"), requests.values("think_time_s"), strict=True):
+        is_later = session is not None and session in seen
+        seen.add(session)
+        pauses_s.append(0.0 if is_later and pause_s is None else pause_s)
+    return requests.with_column("think_time_s", pauses_s)

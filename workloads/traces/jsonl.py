@@ -12,16 +12,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import orjson
+from typing import Any
 
 from servetwin.workloads.checks import is_int
 from servetwin.workloads.spec import RequestSpec
 from servetwin.workloads.traces.json_rows import numbered_lines, parse_object
-from servetwin.workloads.traces.source import SUFFIXES
 from servetwin.workloads.traces.trace import Reading, TraceFormat
 from servetwin.workloads.traces.values import Damage
+from servetwin.workloads.traces.writing import write_json_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +95,7 @@ def write_jsonl(path: str | Path, specs: Iterable[RequestSpec]) -> None:
 
     The file appears under its name only when it is complete.
     """
-    final = Path(path)
-    unfinished = final.with_name(final.name + ".unfinished")
-    try:
-        with _open_for_writing(unfinished, SUFFIXES.get(final.suffix)) as out:
-            for spec in specs:
-                out.write(orjson.dumps(to_jsonl(spec), option=orjson.OPT_APPEND_NEWLINE))
-        unfinished.replace(final)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _open_for_writing(path: Path, compression: str | None) -> BinaryIO:
-    if compression is None:
-        return path.open("wb")
-    import pyarrow as pa
-
-    stream: BinaryIO = pa.output_stream(str(path), compression=compression)
-    return stream
+    write_json_lines(Path(path), map(to_jsonl, specs))
 
 
 def _read(reading: Reading) -> None:
@@ -122,7 +103,7 @@ def _read(reading: Reading) -> None:
     for number, line in numbered_lines(reading.source):
         with reading.rows.row(number):
             row = parse_object(line)
-            spec = _request(number, row)
+            spec = request_of(number, row)
             _check_given_once(line, row)
             before = first_row_of.setdefault(spec.request_id, number)
             if before != number:
@@ -130,7 +111,8 @@ def _read(reading: Reading) -> None:
             reading.rows.add_request(spec)
 
 
-def _request(number: int, row: dict[str, Any]) -> RequestSpec:
+def request_of(number: int, row: dict[str, Any]) -> RequestSpec:
+    """The request that row `number` describes by the names of its fields. Raises Damage or WorkloadError."""
     values: dict[str, Any] = {}
     for name, value in row.items():
         kind = FIELDS.get(name)

@@ -4,6 +4,7 @@ Times are whole milliseconds since a start. `len(hash_ids)` is ceil(input_length
 its block only. Other tools write the same fields with other units and block sizes, so a file whose numbers do not
 fit is refused, and `time_unit` and `block_size` say what it is. Source: kvcache-ai/Mooncake, FAST25 release.
 
+Dynamo's mooncake-delta looks alike, but a later turn's row holds what is new: it is read only when asked for by name.
 AIPerf and Dynamo add `session_id` and, in the place of the timestamp of a later turn, `delay`: the time between the end
 of the session's request before and this one. A file without any timestamp has no arrival times.
 """
@@ -32,10 +33,17 @@ UNHEEDED = frozenset({"wait_for", "branches", "prefix_reset"})
 """How requests of Dynamo's agentic variant depend on one another."""
 
 
-def _read(reading: Reading) -> None:
+def _read_deltas(reading: Reading) -> None:
+    _read(reading, deltas=True)
+    reading.notes.append("a later turn's row is what is new in it: its prompt begins with prompt and answer before")
+
+
+def _read(reading: Reading, *, deltas: bool = False) -> None:
     unit = reading.options.time_unit or "ms"
     block = reading.options.block_size or BLOCK_TOKENS
     sessions = _Sessions(unit)
+    context: dict[str, int] = {}  # session -> tokens of its last prompt and answer
+    """Session -> tokens of its last prompt and answer, where rows are deltas."""
     fractions = False
 
     def read(number: int, row: Fields) -> None:
@@ -47,6 +55,11 @@ def _read(reading: Reading) -> None:
             check_ids(ids, prompt, block)
         fractions |= isinstance(row.row.get("timestamp"), float)
         columns = sessions.columns(row)
+        session = columns["session_id"]
+        if deltas and session in context:
+            # The ids name what is new, not how the prompt begins.
+            ids, columns["context_tokens"] = None, context[session]
+            prompt += context[session]
         reading.rows.add(
             number,
             prompt_tokens=prompt,
@@ -56,6 +69,8 @@ def _read(reading: Reading) -> None:
             **columns,
         )
         sessions.emitted(columns)
+        if session is not None:
+            context[session] = prompt + output
 
     each_object(reading.source, reading.rows, read)
     if fractions and reading.options.time_unit is None:
@@ -135,5 +150,12 @@ FORMAT = TraceFormat(
     looks_like="JSON lines with timestamp, input_length, output_length, hash_ids",
     matches=_matches,
     read=_read,
+    uses=frozenset({"time_unit", "block_size"}),
+)
+DELTA_FORMAT = TraceFormat(
+    name="mooncake delta",
+    looks_like="as mooncake; rows of later turns hold what is new (only by name)",
+    matches=lambda head: False,
+    read=_read_deltas,
     uses=frozenset({"time_unit", "block_size"}),
 )

@@ -159,7 +159,9 @@ class Rows:
         if not self.read:
             return "has a header but no rows"
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-        return f"none of its {self.read} rows can be used ({reasons})"
+        # What would mend one of them, such as another unit or block size, may mend all.
+        first = next((f"; row {o.row}: {o.detail}" for o in self.offences if o.detail != o.reason), "")
+        return f"none of its {self.read} rows can be used ({reasons}){first}"
 
     def _append(self, columns: dict[str, Any]) -> None:
         for name, value in columns.items():

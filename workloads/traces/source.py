@@ -17,6 +17,8 @@ from servetwin.workloads.spec import WorkloadError
 
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes of a compressed file."""
+PARQUET = b"PAR1"
+"""First bytes of a Parquet file, the one binary format."""
 SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
 HEAD_CHARACTERS = 65_536
 CHUNK_CHARACTERS = 1 << 20
@@ -33,6 +35,8 @@ class Head:
     """The first characters, without a byte-order mark."""
     folder: Path | None = None
     """The folder itself, where the path is one."""
+    is_parquet: bool = False
+    """Of a Parquet file no text is shown."""
 
     @cached_property
     def first_line(self) -> str:
@@ -85,6 +89,8 @@ class Source:
     def head(self) -> Head:
         if self.file.is_dir():
             return Head("", self.file)
+        if self._is_parquet():
+            return Head("", is_parquet=True)
         with self._open() as stream:
             text = stream.read(HEAD_CHARACTERS)
         if "\0" in text:
@@ -117,6 +123,13 @@ class Source:
             if stream.read(1):
                 raise WorkloadError(f"{self.path}: has more than {MAX_DOCUMENT_CHARACTERS:,} characters")
             return text
+
+    def _is_parquet(self) -> bool:
+        try:
+            with self.file.open("rb") as stream:
+                return stream.read(len(PARQUET)) == PARQUET
+        except OSError as e:
+            raise WorkloadError(f"{self.path}: cannot be read: {e}") from e
 
     @contextmanager
     def _open(self) -> Iterator[io.TextIOWrapper]:

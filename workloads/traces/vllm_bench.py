@@ -28,6 +28,9 @@ RUN_KEYS = frozenset(
 )
 ARRAYS = ("input_lens", "output_lens", "start_times", "errors")
 FAILED = "failed request"
+CLIENT_COUNTS = (
+    "input_lens are the client's counts of chat messages: what a chat template added is not in them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class _Result:
     arrays: dict[str, list[Any]]
     """Those of ARRAYS that it has and that are not empty."""
     request_rate: Any
+    is_chat: bool
+    """Whether the server made the prompts of messages."""
 
     @property
     def requests(self) -> int:
@@ -66,10 +71,10 @@ def _read(reading: Reading) -> None:
         _check_one_clock(reading, results)
     elif results:
         reading.arrivals = "none"
-        rates = ", ".join(
-            shown(rate) for rate in {str(r.request_rate): r.request_rate for r in results}.values()
-        )
+        rates = ", ".join(dict.fromkeys(shown(r.request_rate) for r in results))
         reading.notes.append(f"start_times are missing; the benchmark's request_rate was {rates}")
+    if any(result.is_chat for result in results):
+        reading.notes.append(CLIENT_COUNTS)
     for result in results:
         if not result.requests:
             rows.skip(result.number, NO_REQUESTS)
@@ -104,7 +109,8 @@ def _results(reading: Reading, rows: NestedRows) -> Iterator[_Result]:
             raise Damage(missing, None, "there: vllm bench serve writes it with --save-detailed")
         arrays = {name: _array(row, name) for name in ARRAYS}
         kept = {name: values for name, values in arrays.items() if values or name in LENGTHS}
-        found.append(_Result(number, kept, row.row.get("request_rate")))
+        is_chat = any("chat" in shown(row.row.get(name)) for name in ("backend", "endpoint_type"))
+        found.append(_Result(number, kept, row.row.get("request_rate"), is_chat))
 
     each_holder(documents(reading.source.document().split("\n"), MAX_DOCUMENT_CHARACTERS), rows, read)
     if undetailed and not found:
