@@ -22,6 +22,7 @@ COMMANDS = {
     "decide": "Print the scheduler's decisions for a scenario, one JSON line per step.",
     "execute": "Run recorded plans on the executor, without any scheduler.",
     "explain": "Tell the life of one request of a run: what happened when, and why it waited.",
+    "trace": "Look at traces of requests; convert, scale, cut, merge, resample, fit and imitate them.",
     "dash": "Look at runs in the browser.",
 }
 

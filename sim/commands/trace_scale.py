@@ -1,0 +1,57 @@
+"""`servetwin trace scale`: the same requests, faster or slower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from servetwin.sim.commands.trace_flags import (
+    DRAW,
+    READ,
+    TRACE_HELP,
+    WRITING,
+    DrawFlags,
+    ReadFlags,
+    WriteFlags,
+)
+
+
+def scale(
+    path: Annotated[Path, Parameter(help=TRACE_HELP)],
+    /,
+    *,
+    write: WriteFlags,
+    speed_up: Annotated[
+        float | None, Parameter(group=WRITING, help="2 sends twice as fast: every time is divided by it.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        Parameter(
+            group=WRITING, help="Requests/s to reach, counted as all requests over the span of arrivals."
+        ),
+    ] = None,
+    read: ReadFlags = READ,
+    draw: DrawFlags = DRAW,
+) -> int:
+    """Send the same requests faster or slower: --speed-up says how many times, --rate says to how many a second."""
+    from servetwin.sim.commands.errors import UsageError
+    from servetwin.sim.commands.trace_making import finish, opened
+    from servetwin.workloads.transform import scaled, speed_up_for
+
+    if (speed_up is None) == (rate is None):
+        raise UsageError("one of --speed-up and --rate must be given, and only one")
+    making = opened(path, read, draw)
+    making.require_times("scale")
+    factor = speed_up_for(making.requests, rate) if rate is not None else speed_up
+    assert factor is not None, "one of them is given"
+    making.requests = scaled(making.requests, speed_up=factor)
+    reached = "" if rate is None else f" reaches rate {rate:g} requests/s"
+    also = [what for name, what in _ALSO.items() if making.requests.has(name)]
+    making.note(f"speed-up {factor:.6g}{reached}: {' and '.join(['arrivals', *also])} divided by it")
+    making.result = {"speed_up": factor}
+    return finish(making, write)
+
+
+_ALSO = {"think_time_s": "think times", "abort_s": "times of giving up"}

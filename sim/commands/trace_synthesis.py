@@ -1,0 +1,108 @@
+"""What `servetwin trace synth` does: draw, write, compare, say what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.show import results_console, say
+from servetwin.sim.commands.trace_comparison import comparison_table
+from servetwin.sim.commands.trace_flags import READ, ReadFlags, WriteFlags
+from servetwin.sim.commands.trace_making import Making, finish, options_of
+from servetwin.workloads import PRESETS, RequestColumns, Tolerance, WorkloadError, build_preset, read_trace
+from servetwin.workloads.checks import check_count, check_seed
+from servetwin.workloads.fitted import FittedModel, load_model
+from servetwin.workloads.two_sample import two_sample
+
+WHOLE_PROFILE = 0.95
+FIRST_TURNS = (
+    "later turns stand at the start of their session: run it in a closed loop (--loop closed, the default where think "
+    "times are known)"
+)
+
+
+@dataclass(frozen=True)
+class SynthRequest:
+    """One command line of `trace synth`, as typed."""
+
+    model: str
+    write: WriteFlags
+    num_prompts: int | None
+    rate: float | None
+    seed: int
+    against: Path | None
+    read: ReadFlags
+
+    def check(self) -> None:
+        """Raises UsageError, WorkloadError."""
+        if self.against is None and self.read != READ:
+            raise UsageError(
+                "the flags under Trace say how the trace of --against is read, which is not given"
+            )
+        if self.num_prompts is not None:
+            check_count("num_prompts", self.num_prompts)
+        check_seed(self.seed)
+
+
+def carry_out(request: SynthRequest) -> int:
+    """Runs it and returns the exit code."""
+    request.check()
+    trace = None
+    if request.against is not None:
+        trace = read_trace(request.against, options_of(request.read, Tolerance.NORMAL))
+    making = _drawn(request)
+    if trace is None:
+        return finish(making, request.write)
+    report = two_sample(trace.requests, making.requests)
+    making.result["against"] = {"path": str(request.against), **report.as_json()}
+    code = finish(making, request.write)
+    if not request.write.json:
+        results_console().print(comparison_table(report, "trace", "made up"))
+        for note in report.notes:
+            say(note)
+    return code
+
+
+def _drawn(request: SynthRequest) -> Making:
+    making = _from_preset(request) if _is_preset(request.model) else _from_model(request)
+    making.result |= {"model": request.model, "seed": request.seed}
+    return making
+
+
+def _is_preset(model: str) -> bool:
+    exists = Path(model).exists()
+    if model in PRESETS and exists:
+        raise WorkloadError(f"model {model!r}: is a preset and a file here; the file is ./{model}")
+    if model not in PRESETS and not exists:
+        raise WorkloadError(f"model {model!r}: is neither a file nor a preset ({', '.join(PRESETS)})")
+    return model in PRESETS
+
+
+def _from_preset(request: SynthRequest) -> Making:
+    requests = build_preset(request.model, request.num_prompts, request.rate, request.seed).requests
+    assert isinstance(requests, RequestColumns), "presets hold columns"
+    return Making(requests, [])
+
+
+def _from_model(request: SynthRequest) -> Making:
+    model = load_model(request.model)
+    making = Making(model.draw(request.num_prompts, request.rate, request.seed), [], list(model.notes))
+    making.notes += _of_profile(model, making.requests)
+    if making.requests.has("think_time_s"):
+        making.note(FIRST_TURNS)
+    making.result["fitted_to"] = model.fitted_to.model_dump()
+    return making
+
+
+def _of_profile(model: FittedModel, requests: RequestColumns) -> Iterator[str]:
+    """That few requests see a part of a changing rate only."""
+    if model.arrivals is None or len(model.arrivals.rates_per_s) == 1:
+        return
+    share = len(requests) / model.fitted_to.rows
+    if share < WHOLE_PROFILE:
+        yield (
+            f"the rate follows a profile, of which {len(requests):,} requests see the first {share:.0%} or so: "
+            "their own mean rate may be another"
+        )

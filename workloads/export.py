@@ -1,0 +1,96 @@
+"""Requests to files: our JSONL or Parquet, told by the name, or Mooncake's JSON lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from servetwin.workloads.columns import RequestColumns
+from servetwin.workloads.spec import RequestSpec, WorkloadError
+from servetwin.workloads.to_mooncake import BLOCK_TOKENS, mooncake_rows, not_said
+from servetwin.workloads.traces.jsonl import to_jsonl
+from servetwin.workloads.traces.parquet import write_parquet
+from servetwin.workloads.traces.writing import whole_file, write_json_lines
+from servetwin.workloads.transform import as_columns
+
+T = TypeVar("T")
+JSON_ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET_ENDING = ".parquet"
+TOLD_EVERY = 4096
+"""Requests."""
+Wrote = Callable[[int], None]
+"""Told now and then how many more requests are written."""
+
+
+def write_trace(
+    path: str | Path, requests: Sequence[RequestSpec], *, overwrite: bool = False, wrote: Wrote | None = None
+) -> None:
+    """Writes our JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet (.parquet), in order of arrival.
+
+    `read_trace` gives back the same requests but for their source rows. The file is there whole or not at all. Raises
+    WorkloadError for another ending, for a file that exists (unless `overwrite`), and for ids used twice or empty.
+    """
+    target = _target(path, (*JSON_ENDINGS, PARQUET_ENDING), overwrite)
+    columns = as_columns(requests)
+    _check_ids(columns)
+    wrote = wrote or _tell_nobody
+    if target.name.endswith(PARQUET_ENDING):
+        with whole_file(target) as unfinished:
+            write_parquet(unfinished, columns, wrote)
+    else:
+        write_json_lines(target, map(to_jsonl, _counted(columns, wrote)))
+
+
+def write_mooncake(
+    path: str | Path,
+    requests: Sequence[RequestSpec],
+    *,
+    block_tokens: int = BLOCK_TOKENS,
+    overwrite: bool = False,
+    wrote: Wrote | None = None,
+) -> list[str]:
+    """Writes Mooncake's JSON lines in order of arrival; returns what they cannot say, a sentence each.
+
+    `block_tokens`: tokens per hash id. Raises WorkloadError as `write_trace` does.
+    """
+    target = _target(path, JSON_ENDINGS, overwrite)
+    columns = as_columns(requests)
+    rows = mooncake_rows(columns, block_tokens)
+    write_json_lines(target, _counted(rows, wrote or _tell_nobody))
+    return not_said(columns, block_tokens)
+
+
+def _target(path: str | Path, endings: Sequence[str], overwrite: bool) -> Path:
+    target = Path(path)
+    if not target.name.endswith(tuple(endings)):
+        raise WorkloadError(f"{path}: the name must end in {', '.join(endings)}")
+    if target.is_dir() or (target.exists() and not overwrite):
+        raise WorkloadError(
+            f"{path}: is a folder" if target.is_dir() else f"{path}: exists; say so to overwrite it"
+        )
+    if not target.parent.is_dir():
+        raise WorkloadError(f"{path}: there is no folder {target.parent}")
+    return target
+
+
+def _check_ids(columns: RequestColumns) -> None:
+    ids = columns.values("request_id")
+    if len(set(ids)) < len(ids):
+        [(twice, _)] = Counter(ids).most_common(1)
+        raise WorkloadError(f"request_id {twice!r}: must be unique")
+    for name in ("request_id", "session_id", "client_id"):
+        if "" in columns.values(name):
+            raise WorkloadError(f"{name} '': must be a text, not empty")
+
+
+def _counted(things: Iterable[T], wrote: Wrote) -> Iterator[T]:
+    for number, thing in enumerate(things, start=1):
+        yield thing
+        if number % TOLD_EVERY == 0:
+            wrote(TOLD_EVERY)
+
+
+def _tell_nobody(count: int) -> None:
+    """For callers who do not want to know."""
