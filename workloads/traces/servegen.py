@@ -73,7 +73,7 @@ def _read(reading: Reading) -> None:
     if expected > MAX_REQUESTS:
         raise WorkloadError(
             f"{reading.source.path}: {begin_s:g} s to {end_s:g} s holds {expected:,.0f} requests: at most "
-            f"{MAX_REQUESTS:,} can be drawn at once; choose a shorter time (window_s)"
+            f"{MAX_REQUESTS:,} can be drawn at once; choose a shorter time (window_s; --window)"
         )
     reading.notes.append(GENERATED)
     _emit(reading, _drawn(reading, chosen, span), begin_s)
@@ -111,7 +111,7 @@ def _span(reading: Reading, clients: list[Client]) -> tuple[float, float]:
     if reading.options.window_s is None:
         hour_ends = min(first + DEFAULT_SPAN_S, last)
         reading.notes.append(
-            f"only the first active hour, {first} s to {hour_ends} s of {first} s to {last} s: choose with window_s"
+            f"only the first active hour, {first} s to {hour_ends} s of {first} s to {last} s: choose with window_s (--window START:END)"
         )
         return first, hour_ends
     begin, end = reading.options.window_s
@@ -206,7 +206,7 @@ def _emit(reading: Reading, drawn: list[Drawn], begin_s: float) -> None:
     sizes = [len(d.times_s) for d in drawn]
     if not sum(sizes):
         raise WorkloadError(
-            f"{reading.source.path}: no request falls into the time from {begin_s:g} s on (window_s)"
+            f"{reading.source.path}: no request falls into the time from {begin_s:g} s on (window_s; --window)"
         )
     times_s = np.concatenate([d.times_s for d in drawn])
     order = np.argsort(times_s, kind="stable")
