@@ -169,9 +169,18 @@ def _graph_sizes(options: ExecutorOptions, device: torch.device) -> tuple[int, .
         return ()
     if options.enforce_eager:
         return ()
-    return capture_sizes(
+    sizes = capture_sizes(
         options.max_num_seqs, options.max_num_batched_tokens, wanted, options.max_cudagraph_capture_size
     )
+    if wanted is not None and (unused := sorted({*wanted}.difference(sizes))):
+        logger.warning(
+            "CUDA graph sizes %s are not captured: they are above max_num_batched_tokens (%d), or above the first size "
+            "that holds max_num_seqs (%d)",
+            unused,
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+        )
+    return sizes
 
 
 def default_device() -> torch.device:

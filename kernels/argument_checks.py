@@ -5,12 +5,17 @@ Each raises ValueError that names the argument, what came and what is expected.
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8_DTYPE = torch.float8_e4m3fn
 """The dtype of caches that are stored with scales."""
+SOFTCAPS = (1e-30, 1e30)
+"""What the squares of scores survive in float32."""
 CACHE_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
 
 
@@ -69,10 +74,10 @@ def _fits(got: torch.Size, wanted: tuple[int | None, ...]) -> bool:
 
 def check_cache_pair(key_cache: Tensor, value_cache: Tensor) -> None:
     """A key and a value cache [blocks, block_size, kv_heads, dim] of one shape, dtype and device."""
-    if key_cache.ndim != 4 or key_cache.dtype not in CACHE_DTYPES:
+    if key_cache.ndim != 4 or key_cache.shape[3] == 0 or key_cache.dtype not in CACHE_DTYPES:
         raise ValueError(
             f"key_cache: got {describe(key_cache)}, expected 4 dimensions of float32, float16, bfloat16 or "
-            "float8_e4m3fn"
+            "float8_e4m3fn, the last one not 0"
         )
     check_like("value_cache", value_cache, "key_cache", key_cache)
 
@@ -142,6 +147,26 @@ def check_query_heads(query: Tensor, key_cache: Tensor) -> None:
         raise ValueError(
             f"query: got {heads} heads, expected a multiple of the {kv_heads} kv_heads of key_cache"
         )
+
+
+def check_scoring(scale: float, sliding_window: int | None, softcap: float | None) -> None:
+    """What `ops.paged_attention` takes beside tensors."""
+    if not (_is_number(scale) and 0 < scale < math.inf):
+        raise ValueError(f"scale: got {scale!r}, expected a finite number above 0")
+    is_whole = isinstance(sliding_window, int) and not isinstance(sliding_window, bool)
+    if sliding_window is not None and not (is_whole and sliding_window >= 1):
+        raise ValueError(
+            f"sliding_window: got {sliding_window!r}, expected a whole number, 1 or more, or None for no window"
+        )
+    low, high = SOFTCAPS
+    if softcap is not None and not (_is_number(softcap) and low <= softcap <= high):
+        raise ValueError(
+            f"softcap: got {softcap!r}, expected a number from {low:g} to {high:g}, or None for no softcap"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_rotary(cos: Tensor, sin: Tensor, query: Tensor) -> None:
