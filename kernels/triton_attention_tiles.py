@@ -35,16 +35,14 @@ def find_request(query_start_loc_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
 @triton.jit
 def find_rows(q_block, seq_lens_ptr, query_start_loc_ptr, num_reqs, BLOCK_Q: tl.constexpr):
     """The request of program `q_block`, where its queries start, how many it has, its context, and the first of
-    them that this program computes; a surplus program gets a first query beyond the last.
-
-    Rows may stand before those of the first request; programs that are theirs are surplus, too.
+    them that this program computes. A surplus program gets one beyond the last, or, of rows before those of the first
+    request, a negative one.
     """
     req = find_request(query_start_loc_ptr, q_block, num_reqs, BLOCK_Q)
     query_start = tl.load(query_start_loc_ptr + req)
     query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
     context_len = tl.load(seq_lens_ptr + req) - query_len
     first_query = (q_block - query_start // BLOCK_Q - req) * BLOCK_Q
-    first_query = tl.where(first_query < 0, query_len, first_query)
     return req, query_start, query_len, context_len, first_query
 
 

@@ -131,7 +131,7 @@ def split_kv_decode_kernel(
     req, query_start, query_len, context_len, first_query = find_rows(
         q_block, seq_lens_ptr, query_start_loc_ptr, num_reqs, BLOCK_Q
     )
-    if first_query >= query_len:
+    if (first_query < 0) | (first_query >= query_len):
         return
     start, end = key_range(context_len, first_query, query_len, max_seq_len, BLOCK_Q, SLIDING_WINDOW)
     first_split = start // SPLIT_SIZE + tl.program_id(2)
