@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from servetwin.executor.compilation import compile_model
+from servetwin.executor.compilation import CompiledModel, compile_model
 from servetwin.executor.cpu_threads import set_threads
 from servetwin.executor.cuda_graphs import CudaGraphCapture, capture_sizes
 from servetwin.executor.eager_model import eager_model
@@ -20,6 +20,7 @@ from servetwin.executor.kv_budget import choose_num_blocks
 from servetwin.executor.memory_errors import memory_errors_told
 from servetwin.executor.model_loader import load_model
 from servetwin.executor.model_runner import ModelRunner
+from servetwin.executor.packed_linear import linear_dtypes
 from servetwin.executor.stopwatch import stopwatch_for
 from servetwin.kernels import cpu_native
 from servetwin.sim.config import ExecutorOptions, ModelConfig
@@ -102,10 +103,12 @@ class TorchStepTimer:
             "num_parameters": loaded.num_parameters,
             "kv_bytes_per_token": spec.bytes_per_token,
             "kv_cache_bytes": num_slots * spec.bytes_per_token,
+            "compiled": isinstance(self.runner.model, CompiledModel),
             "cudagraph_capture_sizes": [] if graphs is None else list(graphs.sizes),
         }
         if loaded.device.type == "cpu":
             described["cpu_kernels"] = cpu_native.status()
+            described["linear_dtypes"] = linear_dtypes(loaded.model)
         if loaded.sliding_window is not None:
             described["note"] = (
                 f"sliding window of {loaded.sliding_window} tokens: attention honours it, but the scheduler "

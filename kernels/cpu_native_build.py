@@ -151,7 +151,7 @@ def load(instruction_set: InstructionSet, compiler: Compiler, folder: Path) -> c
                 stack.enter_context(_locked(kept.with_suffix(".lock")))
             if _intact(kept):
                 return _open(kept)
-            log.warning("compiling the CPU kernels into %s: some ten seconds, once", folder)
+            log.info("compiling the CPU kernels into %s: some ten seconds, once", folder)
             built = stack.enter_context(compiled(instruction_set, compiler, openmp))
             _keep(built, kept)
             return _open(kept)

@@ -69,8 +69,8 @@ def paged_attention(
     checks.check_float("query", query, 3)
     checks.check_caches("query", query, key_cache, value_cache, key_scale, value_scale)
     checks.check_query_heads(query, key_cache)
+    checks.check_shape("block_table", block_table, torch.int32, (None, None), query)
     reqs = block_table.shape[0]
-    checks.check_shape("block_table", block_table, torch.int32, (reqs, None), query)
     checks.check_shape("seq_lens", seq_lens, torch.int32, (reqs,), query)
     checks.check_shape("query_start_loc", query_start_loc, torch.int32, (reqs + 1,), query)
     checks.check_scoring(scale, sliding_window, softcap)
@@ -179,6 +179,8 @@ def rms_norm(
     Raises ValueError naming the argument, what came and what is expected; ModuleNotFoundError without triton.
     """
     checks.check_rows("x", x)
+    checks.check_number("eps", eps, 0.0)
+    checks.check_number("weight_offset", weight_offset)
     checks.check_shape("weight", weight, x.dtype, x.shape[-1:], x)
     if residual is not None:
         checks.check_like("residual", residual, "x", x)
@@ -218,12 +220,13 @@ def rotary_and_cache(
     """
     checks.check_float("query", query, 3)
     checks.check_rotary(cos, sin, query)
-    checks.check_new_tokens(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    checks.check_float("key", key, 3)
     if (key.shape[0], key.shape[2], key.dtype) != (query.shape[0], query.shape[2], query.dtype):
         raise ValueError(
             f"key: got {checks.describe(key)}, expected the tokens, head dim and dtype of query, "
             f"{checks.describe(query)}"
         )
+    checks.check_new_tokens(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     rotate = implementation("rotary_and_cache", backend, key_cache)
     rotated: Tensor = rotate(
         query,

@@ -51,7 +51,7 @@ REFUSED = {
     ),
     "table-dtype": (
         {"block_table": torch.zeros(2, 2).long()},
-        r"block_table: got \[2, 2\] int64, expected \[2, any",
+        r"block_table: got \[2, 2\] int64, expected \[any, any",
     ),
     "lengths": (
         {"seq_lens": torch.zeros(3, dtype=torch.int32)},
@@ -71,8 +71,15 @@ REFUSED = {
     "softcap": ({"softcap": 0.0}, "softcap: got 0.0, expected a number from 1e-30 to 1e\\+30"),
     "softcap-inf": ({"softcap": float("inf")}, "softcap: got inf, expected a number from"),
     "softcap-tiny": ({"softcap": 1e-46}, "softcap: got 1e-46, expected a number from"),
-    "scale-negative": ({"scale": -0.25}, "scale: got -0.25, expected a finite number above 0"),
-    "scale-nan": ({"scale": float("nan")}, "scale: got nan, expected a finite number above 0"),
+    "scale-negative": ({"scale": -0.25}, "scale: got -0.25, expected a number above 0, at most 1e"),
+    "scale-nan": ({"scale": float("nan")}, "scale: got nan, expected a number above 0, at most 1e"),
+    "scale-huge": ({"scale": 10**400}, "scale: got a?.*, expected a number above 0, at most 1e"),
+    "no-tensor": ({"block_table": None}, "block_table: got NoneType, expected a tensor"),
+    "list": ({"seq_lens": [3, 7]}, "seq_lens: got list, expected a tensor"),
+    "table-rank": (
+        {"block_table": torch.tensor(0, dtype=torch.int32)},
+        r"block_table: got \[\] int32, expected \[any, any\] int32",
+    ),
     "no-dim": (
         {"query": torch.zeros(3, 4, 0), "key_cache": torch.zeros(6, 4, 2, 0)},
         r"key_cache: got \[6, 4, 2, 0\] float32, expected .*the last one not 0",
