@@ -162,25 +162,31 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=0, help="default: as many as torch chooses")
+    parser.add_argument("--threads", type=int, default=0, help="default 0: as many as torch chooses")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("-o", "--output", type=Path, help="also write the figures there, as JSON")
     options = parser.parse_args(arguments)
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: must be 1 or more")
+    if options.threads < 0:
+        parser.error(f"--threads {options.threads}: must be 0 (torch chooses) or more")
+    if options.output and not options.output.parent.is_dir():
+        parser.error(f"-o {options.output}: its folder does not exist")
     if options.threads:
         torch.set_num_threads(options.threads)
     report = measure(options.rounds, TOY if options.toy else FULL)
     for name, value in report["environment"].items():
         print(f"{name}: {value}")
-    print_figures(report["figures"])
+    print_figures(report["figures"], {} if options.toy else TARGETS)
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def print_figures(found: dict[str, dict[str, float]]) -> None:
+def print_figures(found: dict[str, dict[str, float]], targets: dict[str, tuple[str, float]]) -> None:
     for dtype, rows in found.items():
         for name, value in rows.items():
             operation, _, rest = name.partition(".")
-            relation, limit = TARGETS.get(f"{operation}.{dtype}.{rest}", ("", 0.0))
+            relation, limit = targets.get(f"{operation}.{dtype}.{rest}", ("", 0.0))
             target = f"   target {relation} {limit:.2f}" if relation else ""
             print(f"{dtype:9} {name:35} {value:10.2f}{target}")
 

@@ -7,6 +7,7 @@ would be compiled for itself (it broadcasts), so smaller batches are padded with
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from servetwin.executor.forward_context import ForwardContext
 from servetwin.executor.input_batch import PADDING_SLOT
 from servetwin.executor.model_loader import LoadedModel
 from servetwin.executor.packed_model import PackedModel
+
+log = logging.getLogger(__name__)
 
 MIN_SIZE = 2
 TRACE_TOKENS, TRACE_LOGITS = 7, 3
@@ -45,15 +48,17 @@ def compile_model(loaded: LoadedModel, *, backend: Backend = "inductor") -> Pack
     """
     if backend == "inductor" and loaded.device.type == "cpu":
         _check_compiler()
+    log.info("compiling the model with torch.compile: from some ten seconds to minutes")
     return CompiledModel(loaded, backend)
 
 
 def _check_compiler() -> None:
-    compiler = os.environ.get("CXX", "g++")
+    compiler = os.environ.get("CXX") or "g++"
+    # inductor takes $CXX for one word.
     if shutil.which(compiler) is None:
         raise CompileError(
-            f"compile needs a C++ compiler, and {compiler!r} is not on the PATH: install g++, or name a compiler "
-            "in the environment variable CXX"
+            f"compile needs a C++ compiler, and {compiler!r} is not on the PATH: install g++, or name a compiler, "
+            "without options, in the environment variable CXX"
         )
 
 

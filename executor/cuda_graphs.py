@@ -48,18 +48,19 @@ class CudaGraphCapture:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: libraries keep a workspace for every stream that they have seen.
+        new_stream: Any = torch.cuda.Stream
+        self._side = new_stream()
 
     def capture(self, call: Call) -> Call:
         """As `GraphCapture.capture`."""
         # Kernels are compiled and libraries set themselves up at the first call, which a graph cannot hold.
-        new_stream: Any = torch.cuda.Stream
-        side = new_stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             call()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
             output = call()
 
         def replay() -> Tensor:
@@ -161,6 +162,7 @@ class DecodeGraphs:
         self.sizes = tuple(sizes)
         self.static = StaticBatch(self.sizes[-1], max_blocks, kv_caches[0].key.device)
         self._model, self._kv_caches = model, kv_caches
+        self._logits: Tensor | None = None
         try:
             self._replays = {size: capture.capture(self._call(size)) for size in reversed(self.sizes)}
         except torch.OutOfMemoryError:
@@ -190,4 +192,10 @@ class DecodeGraphs:
         static = self.static
         context = ForwardContext(static.metadata(size), self._kv_caches)
         inputs = static.input_ids[:size], static.positions[:size], static.logits_indices[:size]
-        return lambda: self._model.forward(*inputs, context)
+        return lambda: self._keep(self._model.forward(*inputs, context))
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """Into one buffer for all sizes, made at the first (largest) call: each graph would hold on to its own."""
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)

@@ -23,9 +23,9 @@ from servetwin.executor.rope import default_max_model_len, fix_rope, max_positio
 from servetwin.executor.supported_models import SUPPORTED_MODEL_TYPES as SUPPORTED_MODEL_TYPES
 from servetwin.executor.supported_models import why_unsupported
 
-EXPERTS_IMPLEMENTATION = "grouped_mm"
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 """How transformers computes mixtures of experts: every token by its own experts alone, and without branches that
-depend on data, so that it compiles."""
+depend on data, so that it compiles. The first wants matrices whose rows are whole multiples of 16 bytes."""
 
 CONFIG_ERRORS = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """What transformers raises for a configuration that it cannot use."""
@@ -97,7 +97,9 @@ def describe_model(model: PreTrainedModel, name: str, max_model_len: int | None 
     model.train(False)
     fix_rope(model, max_model_len)
     if hasattr(config, "num_experts"):
-        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+        widths = config.hidden_size, config.moe_intermediate_size
+        odd = any(width * model.dtype.itemsize % 16 for width in widths)
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATIONS[odd])
     return LoadedModel(
         model=model,
         name=name,

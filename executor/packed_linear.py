@@ -34,16 +34,16 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._dtype = dtype
+        self.dtype = dtype
         # Plain attributes: such a tensor has no memory that torch could save or move with the module.
         self._weight = _pack(weight.detach().to(dtype).contiguous())
         self._bias = None if bias is None else bias.detach().to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _linear(x.to(self._dtype), self._weight, self._bias).to(x.dtype)
+        return _linear(x.to(self.dtype), self._weight, self._bias).to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self._bias is not None}, dtype={self._dtype}"
+        return f"{self.in_features}, {self.out_features}, bias={self._bias is not None}, dtype={self.dtype}"
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -67,6 +67,13 @@ def pack_linears(model: nn.Module) -> int:
                 setattr(parent, name, PackedLinear(weight, child.bias, dtype))
                 replaced += 1
     return replaced
+
+
+def linear_dtypes(model: nn.Module) -> list[str]:
+    """The types in which the linear layers of `model` hold their weights and compute."""
+    packed = {m.dtype for m in model.modules() if isinstance(m, PackedLinear)}
+    plain = {weight.dtype for m in model.modules() if (weight := _weight(m)) is not None}
+    return sorted(str(dtype).removeprefix("torch.") for dtype in packed | plain)
 
 
 def packing_dtype(of_weights: torch.dtype) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from servetwin.executor.compilation import compile_model
+from servetwin.executor.compilation import CompiledModel, compile_model
 from servetwin.executor.cpu_threads import set_threads
 from servetwin.executor.cuda_graphs import CudaGraphCapture, capture_sizes
 from servetwin.executor.eager_model import eager_model
@@ -20,6 +20,7 @@ from servetwin.executor.kv_budget import choose_num_blocks
 from servetwin.executor.memory_errors import memory_errors_told
 from servetwin.executor.model_loader import load_model
 from servetwin.executor.model_runner import ModelRunner
+from servetwin.executor.packed_linear import linear_dtypes
 from servetwin.executor.stopwatch import stopwatch_for
 from servetwin.kernels import cpu_native
 from servetwin.sim.config import ExecutorOptions, ModelConfig
@@ -102,10 +103,12 @@ class TorchStepTimer:
             "num_parameters": loaded.num_parameters,
             "kv_bytes_per_token": spec.bytes_per_token,
             "kv_cache_bytes": num_slots * spec.bytes_per_token,
+            "compiled": isinstance(self.runner.model, CompiledModel),
             "cudagraph_capture_sizes": [] if graphs is None else list(graphs.sizes),
         }
         if loaded.device.type == "cpu":
             described["cpu_kernels"] = cpu_native.status()
+            described["linear_dtypes"] = linear_dtypes(loaded.model)
         if loaded.sliding_window is not None:
             described["note"] = (
                 f"sliding window of {loaded.sliding_window} tokens: attention honours it, but the scheduler "
@@ -169,9 +172,18 @@ def _graph_sizes(options: ExecutorOptions, device: torch.device) -> tuple[int, .
         return ()
     if options.enforce_eager:
         return ()
-    return capture_sizes(
+    sizes = capture_sizes(
         options.max_num_seqs, options.max_num_batched_tokens, wanted, options.max_cudagraph_capture_size
     )
+    if wanted is not None and (unused := sorted({*wanted}.difference(sizes))):
+        logger.warning(
+            "CUDA graph sizes %s are not captured: they are above max_num_batched_tokens (%d), or above the first size "
+            "that holds max_num_seqs (%d)",
+            unused,
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+        )
+    return sizes
 
 
 def default_device() -> torch.device:

@@ -5,18 +5,37 @@ Each raises ValueError that names the argument, what came and what is expected.
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
+
 import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FP8_DTYPE = torch.float8_e4m3fn
 """The dtype of caches that are stored with scales."""
+MAX_SCALE = 1e30
+SOFTCAPS = (1e-30, 1e30)
+"""What the squares of scores survive in float32."""
 CACHE_DTYPES = (*FLOAT_DTYPES, FP8_DTYPE)
 
 
 def describe(tensor: Tensor) -> str:
     """Shape and dtype as error messages give them, for example "[3, 64] float32"."""
     return f"{list(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+
+
+def check_tensor(name: str, value: object) -> None:
+    """A tensor at all."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: got {type(value).__name__}, expected a tensor")
+
+
+def check_number(name: str, value: float, lowest: float = -math.inf) -> None:
+    """A finite number, `lowest` or more."""
+    if not _is_number(value) or not lowest <= value < math.inf or value == -math.inf:
+        least = f", {lowest:g} or more" if lowest > -math.inf else ""
+        raise ValueError(f"{name}: got {value!r}, expected a finite number{least}")
 
 
 def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
@@ -27,6 +46,7 @@ def check_device(name: str, tensor: Tensor, like: Tensor) -> None:
 
 def check_float(name: str, tensor: Tensor, ndim: int) -> None:
     """A tensor of `ndim` dimensions of one of `FLOAT_DTYPES`."""
+    check_tensor(name, tensor)
     if tensor.ndim != ndim or tensor.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"{name}: got {describe(tensor)}, expected {ndim} dimensions of float32, float16 or bfloat16"
@@ -35,6 +55,7 @@ def check_float(name: str, tensor: Tensor, ndim: int) -> None:
 
 def check_rows(name: str, tensor: Tensor) -> None:
     """A tensor [..., n] of at least one dimension, n at least 1, of one of `FLOAT_DTYPES`."""
+    check_tensor(name, tensor)
     if tensor.ndim == 0 or tensor.shape[-1] == 0 or tensor.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"{name}: got {describe(tensor)}, expected rows of at least one float32, float16 or bfloat16"
@@ -43,6 +64,7 @@ def check_rows(name: str, tensor: Tensor) -> None:
 
 def check_like(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     """The shape, dtype and device of another tensor."""
+    check_tensor(name, tensor)
     if tensor.shape != like.shape or tensor.dtype != like.dtype:
         raise ValueError(
             f"{name}: got {describe(tensor)}, expected the shape and dtype of {like_name}, {describe(like)}"
@@ -54,6 +76,7 @@ def check_shape(
     name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...], like: Tensor
 ) -> None:
     """A tensor of this dtype and shape on the device of `like`; None in `shape` stands for any length."""
+    check_tensor(name, tensor)
     if tensor.dtype != dtype or not _fits(tensor.shape, shape):
         want = ", ".join("any" if n is None else str(n) for n in shape)
         expected = f"[{want}] {dtype}".replace("torch.", "")
@@ -69,10 +92,11 @@ def _fits(got: torch.Size, wanted: tuple[int | None, ...]) -> bool:
 
 def check_cache_pair(key_cache: Tensor, value_cache: Tensor) -> None:
     """A key and a value cache [blocks, block_size, kv_heads, dim] of one shape, dtype and device."""
-    if key_cache.ndim != 4 or key_cache.dtype not in CACHE_DTYPES:
+    check_tensor("key_cache", key_cache)
+    if key_cache.ndim != 4 or key_cache.shape[3] == 0 or key_cache.dtype not in CACHE_DTYPES:
         raise ValueError(
             f"key_cache: got {describe(key_cache)}, expected 4 dimensions of float32, float16, bfloat16 or "
-            "float8_e4m3fn"
+            "float8_e4m3fn, the last one not 0"
         )
     check_like("value_cache", value_cache, "key_cache", key_cache)
 
@@ -110,6 +134,7 @@ def _check_scale(name: str, scale: Tensor | None, cache: Tensor) -> None:
         return
     if scale is None:
         raise ValueError(f"{name}: got None, expected a float32 tensor of one element with float8 caches")
+    check_tensor(name, scale)
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"{name}: got {describe(scale)}, expected a float32 tensor of one element")
     check_device(name, scale, cache)
@@ -142,6 +167,29 @@ def check_query_heads(query: Tensor, key_cache: Tensor) -> None:
         raise ValueError(
             f"query: got {heads} heads, expected a multiple of the {kv_heads} kv_heads of key_cache"
         )
+
+
+def check_scoring(scale: float, sliding_window: int | None, softcap: float | None) -> None:
+    """What `ops.paged_attention` takes beside tensors."""
+    if not (_is_number(scale) and 0 < scale <= MAX_SCALE):
+        raise ValueError(f"scale: got {scale!r}, expected a number above 0, at most {MAX_SCALE:g}")
+    if sliding_window is not None and not (_is_whole(sliding_window) and sliding_window >= 1):
+        raise ValueError(
+            f"sliding_window: got {sliding_window!r}, expected a whole number, 1 or more, or None for no window"
+        )
+    low, high = SOFTCAPS
+    if softcap is not None and not (_is_number(softcap) and low <= softcap <= high):
+        raise ValueError(
+            f"softcap: got {softcap!r}, expected a number from {low:g} to {high:g}, or None for no softcap"
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_rotary(cos: Tensor, sin: Tensor, query: Tensor) -> None:

@@ -36,6 +36,8 @@ def implementation(operation: str, backend: Backend | None, tensor: Tensor) -> C
     tensor: the operand whose device and dtype decide, for operations on the cache the cache.
     Raises ValueError for a backend that is unknown or cannot take the tensor, ModuleNotFoundError without triton.
     """
+    if tensor.is_meta:
+        raise ValueError(f"{operation}: got tensors on meta, which hold no data")
     name = _resolve(backend, tensor)
     module = _triton(operation, tensor) if name == "triton" else _host(operation, name, tensor)
     function: Callable[..., Any] = getattr(module, operation)

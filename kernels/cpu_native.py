@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from servetwin.kernels import cpu_native_build as build
 from servetwin.kernels import cpu_torch, cpu_torch_layers
@@ -49,13 +50,20 @@ def _native() -> _Native:
     try:
         compiler = build.find_compiler(os.environ)
         library = build.load(instruction_set, compiler, build.cache_folder(os.environ))
+        _declare(library)
     except build.NativeBuildError as e:
         log.warning("CPU kernels in plain torch: %s", e)
         return _Native(None, f"off: {e}")
-    for function in (getattr(library, f"{op}_{dtype}") for op in OPERATIONS for dtype in DTYPES.values()):
+    return _Native(library, f"{instruction_set.name}, compiled with {compiler.version}")
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    for name in (f"{op}_{dtype}" for op in OPERATIONS for dtype in DTYPES.values()):
+        function = getattr(library, name, None)
+        if function is None:
+            raise build.NativeBuildError(f"the compiled library has no function {name}")
         function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         function.restype = ctypes.c_int64
-    return _Native(library, f"{instruction_set.name}, compiled with {compiler.version}")
 
 
 def _choose(wanted: str) -> build.InstructionSet:
@@ -82,6 +90,8 @@ def covers(operation: str, tensor: Tensor) -> bool:
     """Whether `operation` of `ops` runs here for this operand (the cache, or the activations of a layer operation)."""
     return (
         operation in OPERATIONS
+        # Others, such as the fake tensors of a tracer, may have no memory.
+        and type(tensor) in (Tensor, Parameter)
         and tensor.device.type == "cpu"
         and tensor.dtype in DTYPES
         and tensor.stride(-1) == 1
@@ -147,7 +157,7 @@ def paged_attention(
         )
     query, block_table = _inner_contiguous(query), _inner_contiguous(block_table)
     seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
-    output = torch.zeros(query.shape, dtype=query.dtype)
+    output = query.new_zeros(query.shape)
     tensors = (query, key_cache, value_cache, block_table, seq_lens, query_start_loc, output)
     arguments = AttentionArguments(
         *(tensor.data_ptr() for tensor in tensors),
@@ -184,9 +194,11 @@ def _raise_attention_fault(
         max_seq_len = block_table.shape[1] * block_size
         request_spans(seq_lens, query_start_loc, num_tokens=query.shape[0], max_seq_len=max_seq_len)
     if fault == _BLOCK_FAULT:
-        used = torch.arange(block_table.shape[1]) * block_size < seq_lens[:, None]
+        columns = torch.arange(block_table.shape[1], device=block_table.device)
+        # A request without rows is not read.
+        used = (columns * block_size < seq_lens[:, None]) & (query_start_loc.diff() > 0)[:, None]
         wrong = used & ((block_table < 0) | (block_table >= blocks))
-        request, column = wrong.nonzero()[-1].tolist()
+        request, column = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"block_table: got block {int(block_table[request, column])} for request {request}, expected 0 to "
             f"{blocks - 1}"
@@ -259,7 +271,7 @@ def rotary_and_cache(
         )
     query, key, value = _inner_contiguous(query), _inner_contiguous(key), _inner_contiguous(value)
     cos, sin, slot_mapping = cos.contiguous(), sin.contiguous(), slot_mapping.contiguous()
-    output = torch.empty(query.shape, dtype=query.dtype)
+    output = query.new_empty(query.shape)
     arguments = RotaryArguments(
         _write_arguments(key, value, key_cache, value_cache, slot_mapping),
         *(tensor.data_ptr() for tensor in (query, cos, sin, output)),
@@ -311,8 +323,8 @@ def rms_norm(
     """Root mean square norm; arguments as in `ops.rms_norm`."""
     rows, weight = _as_rows(x), weight.contiguous()
     residual_rows = rows if residual is None else _as_rows(residual)
-    output = torch.empty(x.shape, dtype=x.dtype)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+    output = x.new_empty(x.shape)
+    total = None if residual is None else x.new_empty(x.shape)
     arguments = NormArguments(
         rows.data_ptr(),
         None if residual is None else residual_rows.data_ptr(),
@@ -340,7 +352,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Gated activation; arguments as in `ops.silu_and_mul`."""
     gate_up = _inner_contiguous(gate_up)
     tokens, columns = gate_up.shape[0], gate_up.shape[1] // 2
-    output = torch.empty((tokens, columns), dtype=gate_up.dtype)
+    output = gate_up.new_empty((tokens, columns))
     arguments = GateArguments(gate_up.data_ptr(), output.data_ptr(), gate_up.stride(0), tokens, columns)
     _call("silu_and_mul", gate_up.dtype, arguments)
     return output

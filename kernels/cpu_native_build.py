@@ -2,8 +2,8 @@
 
 A library is named by a hash of all that shapes it: sources, compiler, flags and OpenMP runtime. It lies in
 $SERVETWIN_CACHE_DIR, $XDG_CACHE_HOME/servetwin or ~/.cache/servetwin, beside a checksum, since loading a damaged file
-can end the process. A lock lets one process compile while others wait; where the folder cannot be written, the
-library is compiled for this process alone.
+can end the process. A lock lets one process compile while others wait; where the folder cannot be written or nothing
+may be executed from there, the library serves this process alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import hashlib
 import logging
 import os
 import platform
+import pwd
 import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,10 @@ OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 
 class NativeBuildError(RuntimeError):
     """Why there is no native library: no compiler, or one that fails."""
+
+
+class LibraryLoadError(NativeBuildError):
+    """A library that cannot be loaded, for example from where nothing may be executed."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,10 @@ def cpu_flags() -> frozenset[str]:
 
 def find_compiler(environment: Mapping[str, str]) -> Compiler:
     """$CXX, else g++, else c++. Raises NativeBuildError when there is none or it does not run."""
-    named = shlex.split(environment.get("CXX", ""))
+    try:
+        named = shlex.split(environment.get("CXX", ""))
+    except ValueError as e:
+        raise NativeBuildError(f"CXX {environment['CXX']!r}: {str(e).lower()}") from e
     candidates = [named] if named else [["g++"], ["c++"]]
     command = next((c for c in candidates if shutil.which(c[0], path=environment.get("PATH"))), None)
     if command is None:
@@ -112,9 +120,18 @@ def loaded_openmp() -> Path | None:
 def cache_folder(environment: Mapping[str, str]) -> Path:
     """Where libraries are kept; it need not exist."""
     if ours := environment.get("SERVETWIN_CACHE_DIR"):
-        return Path(ours) / "kernels"
-    base = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/")) / ".cache"
+        return Path(ours).expanduser() / "kernels"
+    base = (
+        environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or _home_of_the_user()) / ".cache"
+    )
     return Path(base) / "servetwin" / "kernels"
+
+
+def _home_of_the_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return "/nonexistent"
 
 
 # ---------------------------------------------------------------- building
@@ -126,39 +143,52 @@ def load(instruction_set: InstructionSet, compiler: Compiler, folder: Path) -> c
     Raises NativeBuildError when it cannot be compiled or loaded.
     """
     openmp = loaded_openmp()
-    library = folder / f"{_key(instruction_set, compiler, openmp)}.so"
-    if _intact(library):
-        return _open(library)
-    try:
-        with _locked(library.with_suffix(".lock")):
-            if not _intact(library):
-                log.warning("compiling the CPU kernels into %s: some ten seconds, once", folder)
-                compile_library(instruction_set, compiler, openmp, library)
-    except OSError as e:
-        log.warning("cannot keep compiled kernels in %s (%s): compiling for this process alone", folder, e)
-        with tempfile.TemporaryDirectory(prefix="servetwin-") as private:
-            library = Path(private) / library.name
-            compile_library(instruction_set, compiler, openmp, library)
-            return _open(library)
-    return _open(library)
+    kept = folder / f"{_key(instruction_set, compiler, openmp)}.so"
+    built: Path | None = None
+    with ExitStack() as stack:
+        try:
+            if not _intact(kept):
+                stack.enter_context(_locked(kept.with_suffix(".lock")))
+            if _intact(kept):
+                return _open(kept)
+            log.info("compiling the CPU kernels into %s: some ten seconds, once", folder)
+            built = stack.enter_context(compiled(instruction_set, compiler, openmp))
+            _keep(built, kept)
+            return _open(kept)
+        except (OSError, LibraryLoadError) as e:
+            log.warning("%s cannot be used (%s): compiling the CPU kernels for this process alone", folder, e)
+        return _open(built or stack.enter_context(compiled(instruction_set, compiler, openmp)))
 
 
-def compile_library(
-    instruction_set: InstructionSet, compiler: Compiler, openmp: Path | None, library: Path
-) -> None:
-    """Compiles into `library`, which appears whole or not at all. Raises NativeBuildError, OSError."""
+@contextmanager
+def compiled(instruction_set: InstructionSet, compiler: Compiler, openmp: Path | None) -> Iterator[Path]:
+    """The library, newly compiled into a folder that lasts as long as the context. Raises NativeBuildError."""
     sources = sorted(str(source) for source in SOURCES.glob("*.cpp"))
-    with tempfile.TemporaryDirectory(prefix=".compiling-", dir=library.parent) as folder:
-        output = Path(folder) / library.name
-        # The loaded runtime comes before the compiler's own, which is then not needed and so left out.
-        runtime = ["-Wl,--as-needed", str(openmp)] if openmp else []
-        flags = [*FLAGS, *instruction_set.compiler_flags]
-        _run([*compiler.command, *flags, "-o", str(output), *sources, *runtime])
-        checksum = output.with_suffix(".sha256")
-        checksum.write_text(_sha256(output))
+    # The loaded runtime comes before the compiler's own, which is then not needed and so left out.
+    runtime = ["-Wl,--as-needed", str(openmp)] if openmp else []
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="servetwin-")
+    except OSError as e:
+        raise NativeBuildError(f"no temporary folder: {e}") from e
+    with folder as name:
+        built = Path(name) / "kernels.so"
+        _run(
+            [*compiler.command, *FLAGS, *instruction_set.compiler_flags, "-o", str(built), *sources, *runtime]
+        )
+        if not built.is_file():
+            raise NativeBuildError(f"{compiler.command[0]} wrote no library")
+        yield built
+
+
+def _keep(built: Path, kept: Path) -> None:
+    """Copies the library to where it is kept; it appears there whole or not at all. Raises OSError."""
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=kept.parent) as folder:
+        library, checksum = Path(folder) / kept.name, Path(folder) / "checksum"
+        shutil.copy(built, library)
+        checksum.write_text(_sha256(library))
         # The checksum first: a library counts only beside its own.
-        checksum.replace(library.with_suffix(".sha256"))
-        output.replace(library)
+        checksum.replace(kept.with_suffix(".sha256"))
+        library.replace(kept)
 
 
 def _key(instruction_set: InstructionSet, compiler: Compiler, openmp: Path | None) -> str:
@@ -174,14 +204,24 @@ def _key(instruction_set: InstructionSet, compiler: Compiler, openmp: Path | Non
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as e:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as e:
+        raise NativeBuildError(f"{command[0]} took longer than {COMPILE_TIMEOUT_S} s") from e
+    except OSError as e:
         raise NativeBuildError(f"{command[0]}: {e}") from e
     if done.returncode != 0:
-        lines = done.stderr.splitlines()
-        reason = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-        raise NativeBuildError(f"{command[0]} failed with exit code {done.returncode}: {reason}")
+        raise NativeBuildError(
+            f"{command[0]} failed with exit code {done.returncode}: {_reason(done.stderr.splitlines())}"
+        )
     return done.stdout
+
+
+def _reason(lines: list[str]) -> str:
+    """The line that says why: the first error, but for the linker, which says it before what the compiler adds."""
+    own = [line for line in lines if line.strip() and "collect2" not in line]
+    return next((line for line in own if "error" in line), own[-1] if own else "no message")
 
 
 @contextmanager
@@ -198,7 +238,7 @@ def _sha256(file: Path) -> str:
 
 def _intact(library: Path) -> bool:
     try:
-        return library.with_suffix(".sha256").read_text() == _sha256(library)
+        return library.with_suffix(".sha256").read_bytes() == _sha256(library).encode()
     except OSError:
         return False
 
@@ -207,4 +247,4 @@ def _open(library: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(os.fspath(library))
     except OSError as e:
-        raise NativeBuildError(f"the compiled library does not load: {e}") from e
+        raise LibraryLoadError(f"the compiled library does not load: {e}") from e

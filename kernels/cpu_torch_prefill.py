@@ -51,7 +51,9 @@ def _flash(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """torch's fused CPU kernel, called by its own name since `scaled_dot_product_attention` keeps the log-sum-exps."""
+    # It takes for granted what that function checks: the last dimension is contiguous.
+    operands = (t[None] if t.stride(-1) == 1 else t[None].contiguous() for t in (query, keys, values))
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query[None], keys[None], values[None], is_causal=is_causal, scale=scale
+        *operands, is_causal=is_causal, scale=scale
     )
     return output[0], lse[0]

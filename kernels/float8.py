@@ -21,4 +21,8 @@ def as_bits(cache: Tensor) -> Tensor:
 
 def gather_blocks(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Blocks [n] of a cache [blocks, ...], [n, ...] in `dtype`, unscaled: every float8 is exact in wider dtypes."""
-    return as_bits(cache).index_select(0, blocks).view(cache.dtype).to(dtype)
+    try:
+        return as_bits(cache).index_select(0, blocks).view(cache.dtype).to(dtype)
+    except IndexError as e:
+        wrong = blocks[(blocks < 0) | (blocks >= len(cache))]
+        raise ValueError(f"block_table: got block {int(wrong[0])}, expected 0 to {len(cache) - 1}") from e

@@ -60,7 +60,9 @@ def check_slots(slot_mapping: Tensor, num_slots: int) -> None:
         raise ValueError(f"slot_mapping: got slot {highest}, expected at most {num_slots - 1}")
 
 
-def check_block_ids(name: str, block_ids: Tensor, num_blocks: int) -> None:
-    """Raises ValueError when a block of the argument `name` lies beyond a cache of `num_blocks`."""
+def check_block_ids(name: str, block_ids: Tensor, num_blocks: int, lowest: int | None = None) -> None:
+    """Raises ValueError when a block of the argument `name` lies beyond a cache of `num_blocks`, or below `lowest`."""
     if block_ids.numel() and (highest := int(block_ids.max())) >= num_blocks:
         raise ValueError(f"{name}: got block {highest}, expected at most {num_blocks - 1}")
+    if lowest is not None and block_ids.numel() and (found := int(block_ids.min())) < lowest:
+        raise ValueError(f"{name}: got block {found}, expected {lowest} to {num_blocks - 1}")

@@ -3,7 +3,8 @@
 `backend=` is "triton" (CUDA tensors, or any tensor under Triton's interpreter), "cpu" (C++ where it can be compiled and
 covers the call, else plain torch built for speed) or "reference" (plain torch, built to be read). None picks "triton"
 for CUDA tensors and "cpu" for all others. Arguments are checked by shape, dtype and device only, so a call never waits
-for the device.
+for the device. Nothing here is differentiable. A process that is forked after a call must not call again: the
+OpenMP threads of both torch and the C++ kernels stay behind.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from servetwin.kernels import argument_checks as checks
 from servetwin.kernels.backends import Backend, implementation
+
+MAX_WINDOW = 2**31 - 1
+"""A longer window hides nothing: lengths are int32."""
 
 __all__ = [
     "Backend",
@@ -50,28 +54,28 @@ def paged_attention(
     block_table      [reqs, max_blocks] int32, the blocks of each request in order; unused entries are not read
     seq_lens         [reqs] int32, tokens in the cache per request, those of this step included
     query_start_loc  [reqs + 1] int32, first query row of each request, then the end; a request may have no row
-    scale            factor on the dot products, usually dim ** -0.5
+    scale            factor on the dot products, above 0, usually dim ** -0.5
     sliding_window   W: position p sees p - W + 1 .. p; None: 0 .. p
-    softcap          c: a score x becomes c * tanh(x / c); None: off
+    softcap          c, 1e-30 to 1e30: a score x becomes c * tanh(x / c); None: off
     key_scale        float32 tensor of one element: a key is the stored one times this; value_scale alike. Required
                      with float8 caches, refused with others
 
     Returns [tokens, heads, dim] of the query's dtype. Rows that belong to no request, or that see no key (padding:
-    seq_len 0), are 0. The K/V of this step must be in the cache already (`reshape_and_cache`).
+    seq_len 0), are 0. The K/V of this step must be in the cache already (`reshape_and_cache`). Slots that hold no token
+    may hold anything; a NaN among the keys or values of a token may reach every row of its request in this call.
 
     Raises ValueError naming the argument, what came and what is expected; ModuleNotFoundError without triton.
     """
     checks.check_float("query", query, 3)
     checks.check_caches("query", query, key_cache, value_cache, key_scale, value_scale)
     checks.check_query_heads(query, key_cache)
+    checks.check_shape("block_table", block_table, torch.int32, (None, None), query)
     reqs = block_table.shape[0]
-    checks.check_shape("block_table", block_table, torch.int32, (reqs, None), query)
     checks.check_shape("seq_lens", seq_lens, torch.int32, (reqs,), query)
     checks.check_shape("query_start_loc", query_start_loc, torch.int32, (reqs + 1,), query)
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window: got {sliding_window}, expected 1 or more, or None for no window")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: got {softcap}, expected more than 0, or None for no softcap")
+    checks.check_scoring(scale, sliding_window, softcap)
+    if sliding_window is not None and sliding_window > MAX_WINDOW:
+        sliding_window = None
     attend = implementation("paged_attention", backend, key_cache)
     output: Tensor = attend(
         query,
@@ -175,6 +179,8 @@ def rms_norm(
     Raises ValueError naming the argument, what came and what is expected; ModuleNotFoundError without triton.
     """
     checks.check_rows("x", x)
+    checks.check_number("eps", eps, 0.0)
+    checks.check_number("weight_offset", weight_offset)
     checks.check_shape("weight", weight, x.dtype, x.shape[-1:], x)
     if residual is not None:
         checks.check_like("residual", residual, "x", x)
@@ -214,12 +220,13 @@ def rotary_and_cache(
     """
     checks.check_float("query", query, 3)
     checks.check_rotary(cos, sin, query)
-    checks.check_new_tokens(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    checks.check_float("key", key, 3)
     if (key.shape[0], key.shape[2], key.dtype) != (query.shape[0], query.shape[2], query.dtype):
         raise ValueError(
             f"key: got {checks.describe(key)}, expected the tokens, head dim and dtype of query, "
             f"{checks.describe(query)}"
         )
+    checks.check_new_tokens(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
     rotate = implementation("rotary_and_cache", backend, key_cache)
     rotated: Tensor = rotate(
         query,

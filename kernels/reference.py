@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from servetwin.kernels.float8 import quantize
-from servetwin.kernels.host_metadata import check_slots, request_spans
+from servetwin.kernels.float8 import as_bits, quantize
+from servetwin.kernels.host_metadata import check_block_ids, check_slots, request_spans
 
 
 def paged_attention(
@@ -45,6 +45,7 @@ def paged_attention(
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             visible = torch.arange(first, position + 1, device=query.device)
             where = blocks[visible // block_size].long(), visible % block_size
+            check_block_ids("block_table", where[0], len(key_cache), lowest=0)
             token = span.query_start + row
             keys, values = _read(key_cache, where, key_scale), _read(value_cache, where, value_scale)
             output[token] = _attend(query[token], keys, values, scale, softcap)
@@ -53,7 +54,7 @@ def paged_attention(
 
 def _read(cache: Tensor, where: tuple[Tensor, Tensor], scale: Tensor | None) -> Tensor:
     """The cache at these blocks and offsets, [n, kv_heads, dim] in float32."""
-    stored = cache[where].float()
+    stored = as_bits(cache)[where].view(cache.dtype).float()
     return stored if scale is None else stored * scale
 
 

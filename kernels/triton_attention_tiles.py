@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def find_request(query_start_loc_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
-    """The last request whose first program is at or before `q_block`.
+    """The last request whose first program is at or before `q_block`, or the first request.
 
     Request i starts at program query_start_loc[i] // BLOCK_Q + i: the + i leaves each request the one program more
     that a partly filled last block can need.
@@ -29,13 +29,14 @@ def find_request(query_start_loc_ptr, q_block, num_reqs, BLOCK_Q: tl.constexpr):
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    return tl.maximum(low - 1, 0)
 
 
 @triton.jit
 def find_rows(q_block, seq_lens_ptr, query_start_loc_ptr, num_reqs, BLOCK_Q: tl.constexpr):
     """The request of program `q_block`, where its queries start, how many it has, its context, and the first of
-    them that this program computes; a surplus program gets a first query beyond the last.
+    them that this program computes. A surplus program gets one beyond the last, or, of rows before those of the first
+    request, a negative one.
     """
     req = find_request(query_start_loc_ptr, q_block, num_reqs, BLOCK_Q)
     query_start = tl.load(query_start_loc_ptr + req)
@@ -223,7 +224,9 @@ def finite_max(x):
 
 @triton.jit
 def tanh(x):
-    """From exp(-2|x|), which cannot overflow."""
+    """From exp(-2|x|), which cannot overflow; near 0, where that cancels, from the first terms of its series."""
     t = tl.exp2(tl.abs(x) * -2.8853900817779268)
     y = (1.0 - t) / (1.0 + t)
-    return tl.where(x < 0, -y, y)
+    s = x * x
+    series = x * (1.0 + s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835)))))
+    return tl.where(s < 0.0625, series, tl.where(x < 0, -y, y))

@@ -25,6 +25,7 @@ def check_target(cache: Tensor) -> None:
 def store_scaled(pointers, x, scale_ptr, mask):
     """Stores x, or with a scale x / scale clamped to the range of float8_e4m3fn, +-448; NaN stays NaN."""
     if scale_ptr is not None:
-        scaled = x.to(tl.float32) / tl.load(scale_ptr)
+        # Rounded to nearest as torch divides: `/` is approximate on a card, and half-way cases would round otherwise.
+        scaled = tl.div_rn(x.to(tl.float32), tl.load(scale_ptr))
         x = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)

@@ -68,7 +68,7 @@ def paged_attention_kernel(
     req, query_start, query_len, context_len, first_query = find_rows(
         q_block, seq_lens_ptr, query_start_loc_ptr, num_reqs, BLOCK_Q
     )
-    if first_query >= query_len:
+    if (first_query < 0) | (first_query >= query_len):
         return
 
     row_query, token, head, row_mask = row_indices(

@@ -212,7 +212,7 @@ def rotary_and_cache(
 ) -> Tensor:
     """Rotary embedding and cache write; arguments as in `ops.rotary_and_cache`."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if query.numel():
+    if query.shape[0]:
         caches = key_cache, value_cache, slot_mapping, key_scale, value_scale
         with torch.cuda.device_of(query):
             check_target(key_cache)

@@ -11,8 +11,8 @@ float32. The second kernel merges them: with m = max_s m_s and w_s = 2^(m_s - m)
     out = sum_s w_s a_s / sum_s w_s l_s
 
 A split of which a row sees nothing holds (0, -inf, 0) and changes nothing. The size of a split is fixed and splits
-begin at its multiples, so the bits of a row depend on neither the rest of the batch nor the width of the block table;
-a row within its first split gets the bits of the plain kernel.
+begin at its multiples, so the bits of a row depend on neither the rest of the batch nor the width of the block table,
+as long as `use_split_kv` says the same; a row within its first split gets the bits of the plain kernel, too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def split_kv_decode_kernel(
     req, query_start, query_len, context_len, first_query = find_rows(
         q_block, seq_lens_ptr, query_start_loc_ptr, num_reqs, BLOCK_Q
     )
-    if first_query >= query_len:
+    if (first_query < 0) | (first_query >= query_len):
         return
     start, end = key_range(context_len, first_query, query_len, max_seq_len, BLOCK_Q, SLIDING_WINDOW)
     first_split = start // SPLIT_SIZE + tl.program_id(2)
@@ -168,7 +168,7 @@ def split_kv_decode_kernel(
 
 @triton.jit
 def request_of_token(query_start_loc_ptr, token, num_reqs):
-    """The last request whose first row is at or before `token`."""
+    """The last request whose first row is at or before `token`, or the first request."""
     low = 0
     high = num_reqs
     while low < high:
@@ -177,7 +177,7 @@ def request_of_token(query_start_loc_ptr, token, num_reqs):
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    return tl.maximum(low - 1, 0)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_reqs", "max_seq_len"])
@@ -203,7 +203,7 @@ def merge_splits_kernel(
     head = tl.program_id(1).to(tl.int64)
     req = request_of_token(query_start_loc_ptr, token, num_reqs)
     query_end = tl.load(query_start_loc_ptr + req + 1)
-    if token >= query_end:
+    if (token < tl.load(query_start_loc_ptr + req)) | (token >= query_end):
         return
     # Only splits that this row sees a position of are read: nothing wrote the others.
     end = tl.load(seq_lens_ptr + req) - query_end + token + 1

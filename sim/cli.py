@@ -5,6 +5,7 @@ Exit codes: 0 good, 1 error, 2 usage, 3 infeasible, 4 SLO or threshold missed, 1
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -45,7 +46,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     # OpenMP's workers wait by spinning unless told otherwise before torch starts them. A model of small
     # operations then runs many times slower as soon as another process wants one of the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _show_log()
     sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def _show_log() -> None:
+    """What the parts below tell people goes to stderr as it is, in this process of our own."""
+    logger = logging.getLogger("servetwin")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -237,7 +237,7 @@ class ExecutorOptions(Config):
     """Who drafts, where the executor does (method ngram)."""
     compile: bool = False
     """Compile the model with torch.compile."""
-    threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
+    threads: Annotated[int, Field(gt=0, le=MAX_THREADS, strict=True)] | None = None
     """Threads that the processor computes with."""
     enforce_eager: bool = False
     """Capture no CUDA graphs of decode batches."""

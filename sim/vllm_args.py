@@ -235,15 +235,21 @@ def _meaning(line: CommandLine) -> VllmArgs:
 
 
 def _with_graph_flags(flags: dict[str, Any]) -> dict[str, Any]:
-    """What compilation_config says of CUDA graphs as flags of their own; those given as such win."""
-    if "compilation_config" not in flags:
-        return flags
-    config = dict(json_object("compilation_config", flags["compilation_config"]))
-    found = {name: config.pop(name) for name in _GRAPH_SIZES if name in config}
-    if config.get("cudagraph_mode") == "NONE":
-        del config["cudagraph_mode"]
-        found["enforce_eager"] = True
+    """What other flags say of CUDA graphs as flags of their own; sizes given as such win.
+
+    No graphs are captured if any flag says so: cudagraph_mode NONE, optimization level 0 (unless a mode is given), or
+    enforce_eager, which the other two therefore become.
+    """
+    config = dict(json_object("compilation_config", flags.get("compilation_config", {})))
     kept = {name: config if name == "compilation_config" else value for name, value in flags.items()}
+    found = {name: config.pop(name) for name in _GRAPH_SIZES if name in config}
+    mode = config.get("cudagraph_mode")
+    if mode is None and str(kept.get("optimization_level")) == "0":
+        mode = "NONE"
+        del kept["optimization_level"]
+    if isinstance(mode, str) and mode.upper() == "NONE":
+        config.pop("cudagraph_mode", None)
+        kept["enforce_eager"] = True
     return found | {name: value for name, value in kept.items() if value != {}}
 
 

@@ -109,4 +109,6 @@ def test_the_executor_takes_the_option_and_tells_it_with_the_load(tmp_path: Path
     options = ExecutorOptions(model=tmp_path, block_size=4, num_gpu_blocks=70, threads=1)
     described = build_torch_executor(options).describe()
     assert described["threads"] == 1
+    assert described["compiled"] is False
+    assert described["linear_dtypes"] == ["float32"]
     assert len(described["load_average"]) == 3

@@ -54,8 +54,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 24},
     ),
+    "qwen3_moe, odd widths": ("qwen3_moe", {"hidden_size": 20, "moe_intermediate_size": 9}),
 }
-"""Every supported architecture, and odd numbers of heads."""
+"""Every supported architecture, odd numbers of heads, and experts whose rows are no whole multiples of 16 bytes."""
 TRAINED = "trained"
 """The small trained model: its outputs repeat what stood before, as language does."""
 
@@ -75,7 +76,11 @@ def tiny_models(variant: str) -> Models:
     model_type, overrides = VARIANTS[variant]
     plain, rebuilt = (describe_model(tiny_model(model_type, **overrides), variant) for _ in range(2))
     eager_model(rebuilt)
-    return Models(plain, rebuilt, tiny_model(model_type, attention="eager", **overrides))
+    reference = tiny_model(model_type, attention="eager", **overrides)
+    if hasattr(reference.config, "num_experts"):
+        # Expert by expert, in any widths.
+        reference.set_experts_implementation("eager")
+    return Models(plain, rebuilt, reference)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from servetwin.executor import kv_cache
-from servetwin.executor.step_timer import TorchStepTimer, build_torch_executor
+from servetwin.executor.step_timer import TorchStepTimer, _graph_sizes, build_torch_executor
 from servetwin.executor.testing import PlanWriter, tiny_model, torch_threads
 from servetwin.kernels import cpu_native
 from servetwin.sim.config import ExecutorOptions
@@ -104,6 +104,14 @@ def test_graph_sizes_mean_nothing_on_a_cpu_and_it_says_so(
     build(folder, enforce_eager=True)
     build(folder)
     assert not caplog.records
+
+
+def test_graph_sizes_that_nothing_would_use_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    options = ExecutorOptions(
+        cudagraph_capture_sizes=(2, 4, 16, 4096), max_num_seqs=3, max_num_batched_tokens=64, model=Path()
+    )
+    assert _graph_sizes(options, torch.device("cuda")) == (2, 4)
+    assert "sizes [16, 4096] are not captured: they are above max_num_batched_tokens (64)" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ def test_bug_10_report_48_head_size_no_power_of_two(backend: ops.Backend, dim: i
     make_call(((4, 3), (1, 9)), dim=dim).check(backend)
 
 
-@pytest.mark.parametrize("group", [1, 3, 7, 16, 48])
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 16, 48])
 def test_bug_11_report_51_many_query_heads(backend: ops.Backend, group: int) -> None:
     """vllm #23424: more query heads per kv head than a tile has rows make a larger tile, not 0 queries."""
     make_call(((3, 4), (1, 9)), kv_heads=1, group=group).check(backend)

@@ -109,6 +109,16 @@ def test_softcap_holds_for_huge_scores(backend: ops.Backend, sliding_window: int
     batch.check(backend, tolerance=2e-4)
 
 
+@every_backend
+@pytest.mark.parametrize("softcap", [1e3, 1e6, 1e12])
+def test_a_softcap_far_above_the_scores_changes_next_to_nothing(backend: ops.Backend, softcap: float) -> None:
+    """tanh(x) of a small x is x, not what is left of 1 - 1."""
+    batch = make_batch(softcap=softcap)
+    actual = batch.attend(backend)
+    batch.softcap = None
+    torch.testing.assert_close(actual.double(), batch.expected(), rtol=1e-5, atol=1e-5)
+
+
 @both_backends
 def test_softcap_changes_the_result(backend: ops.Backend) -> None:
     """The cap is applied, not dropped."""
@@ -130,6 +140,18 @@ def test_padding_gives_zeros(backend: ops.Backend) -> None:
     output = batch.attend(backend)
     assert output[:3].isfinite().all()
     assert output[3:].eq(0).all()
+
+
+@every_backend
+@pytest.mark.parametrize(("rows", "context", "group"), [(5, 13, 2), (40, 13, 16), (5, 600, 2)])
+def test_rows_before_the_first_request_give_zeros(
+    backend: ops.Backend, rows: int, context: int, group: int
+) -> None:
+    """Fewer than a program has, more of them, and over a context that is split."""
+    batch = make_batch(((1, context), (3, 2)), group=group, kv_heads=1)
+    batch.query = torch.cat([torch.full_like(batch.query[:1], torch.nan).expand(rows, -1, -1), batch.query])
+    batch.query_start_loc = batch.query_start_loc + rows
+    batch.check(backend)
 
 
 @both_backends
@@ -163,13 +185,32 @@ def sliced_inputs(batch: Batch) -> None:
     batch.seq_lens = torch.stack([batch.seq_lens, torch.full_like(batch.seq_lens, -7)], dim=1)[:, 0]
 
 
+def dims_apart(batch: Batch) -> None:
+    """A query whose dims lie apart."""
+    batch.query = batch.query.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def same_everywhere(batch: Batch) -> None:
+    """A query of one number a head, expanded."""
+    batch.query = batch.query[..., :1].expand_as(batch.query)
+
+
 @both_backends
-@pytest.mark.parametrize("layout", [interleaved, head_major, sliced_inputs])
+@pytest.mark.parametrize("layout", [interleaved, head_major, sliced_inputs, dims_apart, same_everywhere])
 def test_any_strides(backend: ops.Backend, layout: Callable[[Batch], None]) -> None:
     """Strides are taken from the tensors; no layout is assumed."""
     batch = make_batch()
     layout(batch)
     batch.check(backend)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("layout", [dims_apart, same_everywhere])
+def test_any_strides_in_plain_torch(layout: Callable[[Batch], None], group: int) -> None:
+    """The same without the compiled kernels, which float16 is left to."""
+    batch = make_batch(group=group, dtype=torch.float16)
+    layout(batch)
+    batch.check("cpu")
 
 
 @both_backends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pwd
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,7 +130,7 @@ def test_a_folder_that_cannot_be_written(
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     assert build.load(WIDEST, COMPILER, in_the_way / "kernels").answer() == 42
     (message,) = caplog.messages
-    assert "compiling for this process alone" in message
+    assert "compiling the CPU kernels for this process alone" in message
     assert list(temporary.iterdir()) == []
 
 
@@ -138,6 +139,7 @@ def test_a_folder_that_cannot_be_written(
     [
         ("no-such-compiler", "no C++ compiler: no-such-compiler not found"),
         ("false", "false failed with exit code 1"),
+        ("g++ '-O", 'CXX "g++ \'-O": no closing quotation'),
     ],
 )
 def test_without_a_working_compiler_torch_does_the_work(
@@ -169,6 +171,66 @@ def test_a_compiler_that_refuses_the_sources(
     assert [file.suffix for file in cache.iterdir()] == [".lock"]
 
 
+WORKING = '[ "$1" = --version ] && { echo "made up 1.0"; exit 0; }\nwhile [ "$1" != -o ]; do shift; done\n'
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (WORKING, "wrote no library"),
+        (
+            WORKING + 'echo "int none;" | g++ -shared -fPIC -x c++ -o "$2" -',
+            "has no function paged_attention_float32",
+        ),
+        ("printf '\\377' >&2; exit 1", "failed with exit code 1"),
+        (WORKING + 'printf "ld: no room\\ncollect2: error: ld returned 1\\n" >&2; exit 1', "ld: no room"),
+    ],
+)
+def test_a_compiler_that_makes_nothing_of_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, reason: str
+) -> None:
+    compiler = tmp_path / "odd-compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert not cpu_native.available()
+    assert reason in cpu_native.status()
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_folder_that_nothing_can_be_loaded_from(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when it is mounted without the right to execute: the library just built is used from elsewhere."""
+    open_anywhere = build._open
+
+    def refuse(library: Path) -> object:
+        if library.parent == cache:
+            raise build.LibraryLoadError("failed to map segment")
+        return open_anywhere(library)
+
+    monkeypatch.setattr(build, "_open", refuse)
+    assert build.load(WIDEST, COMPILER, cache).answer() == 42
+    assert "cannot be used (failed to map segment)" in caplog.text
+
+
+def test_a_damaged_checksum_counts_as_none(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / "a.so").write_bytes(b"x")
+    (cache / "a.sha256").write_bytes(b"\xff\xfe\x80")
+    assert not build._intact(cache / "a.so")
+
+
+def test_without_home_the_cache_lies_in_the_home_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the current folder, as an empty HOME would have it."""
+    for environment in ({}, {"HOME": ""}):
+        assert build.cache_folder(environment) == Path(
+            pwd.getpwuid(os.getuid()).pw_dir, ".cache/servetwin/kernels"
+        )
+    monkeypatch.setenv("HOME", "/home/me")
+    assert build.cache_folder({"SERVETWIN_CACHE_DIR": "~/c"}) == Path("/home/me/c/kernels")
+
+
 def test_torch_by_choice(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """SERVETWIN_CPU_KERNELS=torch compiles nothing and warns of nothing."""
     monkeypatch.setenv(cpu_native.SWITCH, "torch")
@@ -186,11 +248,11 @@ def test_instructions_the_processor_lacks_are_refused(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(WIDEST.name == "native", reason="another architecture")
 @pytest.mark.parametrize("instruction_set", build.X86_INSTRUCTION_SETS, ids=lambda i: i.name)
-def test_every_instruction_set_compiles(instruction_set: build.InstructionSet, tmp_path: Path) -> None:
+def test_every_instruction_set_compiles(instruction_set: build.InstructionSet) -> None:
     """Also those that this processor cannot run, with its own vectors."""
-    library = tmp_path / "kernels.so"
-    build.compile_library(instruction_set, COMPILER, build.loaded_openmp(), library)
-    assert library.stat().st_size > 0
+    with build.compiled(instruction_set, COMPILER, build.loaded_openmp()) as library:
+        assert library.stat().st_size > 0
+    assert not library.exists()
 
 
 def test_the_widest_instructions_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

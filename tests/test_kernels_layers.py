@@ -375,3 +375,18 @@ def test_tokens_and_slots_beyond_32_bit_offsets(layers: Any) -> None:
     assert_close(rotated, expected)
     assert_close(key_cache[69_999, 31], near_keys[0, 1])
     assert_close(value_cache[66_000, 0], near_values[0, 0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "triton"])
+def test_keys_are_written_where_there_are_no_queries(backend: ops.Backend) -> None:
+    """Zero query heads are none to rotate; the cache write is the same."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    caches = torch.zeros(5, 4, 2, 16), torch.zeros(5, 4, 2, 16)
+    new = torch.ones(2, 2, 16)
+    rotated = ops.rotary_and_cache(
+        torch.ones(2, 0, 16), new, new, torch.ones(2, 16), torch.zeros(2, 16), *caches, torch.tensor([0, 5]),
+        backend=backend,
+    )  # fmt: skip
+    assert rotated.shape == (2, 0, 16)
+    assert [int(cache.sum()) for cache in caches] == [64, 64]

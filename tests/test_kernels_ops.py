@@ -51,7 +51,7 @@ REFUSED = {
     ),
     "table-dtype": (
         {"block_table": torch.zeros(2, 2).long()},
-        r"block_table: got \[2, 2\] int64, expected \[2, any",
+        r"block_table: got \[2, 2\] int64, expected \[any, any",
     ),
     "lengths": (
         {"seq_lens": torch.zeros(3, dtype=torch.int32)},
@@ -65,8 +65,25 @@ REFUSED = {
         {"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")},
         "seq_lens: .* on meta, expected .*cpu",
     ),
-    "window": ({"sliding_window": 0}, "sliding_window: got 0, expected 1 or more"),
-    "softcap": ({"softcap": 0.0}, "softcap: got 0.0, expected more than 0"),
+    "window": ({"sliding_window": 0}, "sliding_window: got 0, expected a whole number, 1 or more"),
+    "window-flag": ({"sliding_window": True}, "sliding_window: got True, expected a whole number"),
+    "window-float": ({"sliding_window": 3.0}, "sliding_window: got 3.0, expected a whole number"),
+    "softcap": ({"softcap": 0.0}, "softcap: got 0.0, expected a number from 1e-30 to 1e\\+30"),
+    "softcap-inf": ({"softcap": float("inf")}, "softcap: got inf, expected a number from"),
+    "softcap-tiny": ({"softcap": 1e-46}, "softcap: got 1e-46, expected a number from"),
+    "scale-negative": ({"scale": -0.25}, "scale: got -0.25, expected a number above 0, at most 1e"),
+    "scale-nan": ({"scale": float("nan")}, "scale: got nan, expected a number above 0, at most 1e"),
+    "scale-huge": ({"scale": 10**400}, "scale: got a?.*, expected a number above 0, at most 1e"),
+    "no-tensor": ({"block_table": None}, "block_table: got NoneType, expected a tensor"),
+    "list": ({"seq_lens": [3, 7]}, "seq_lens: got list, expected a tensor"),
+    "table-rank": (
+        {"block_table": torch.tensor(0, dtype=torch.int32)},
+        r"block_table: got \[\] int32, expected \[any, any\] int32",
+    ),
+    "no-dim": (
+        {"query": torch.zeros(3, 4, 0), "key_cache": torch.zeros(6, 4, 2, 0)},
+        r"key_cache: got \[6, 4, 2, 0\] float32, expected .*the last one not 0",
+    ),
     "backend": ({"backend": "cuda"}, "backend: got 'cuda', expected 'triton', 'cpu', 'reference'"),
 }
 
@@ -92,6 +109,46 @@ def test_host_backends_check_values(backend: str, name: str, values: list[int], 
     changed = {name: torch.tensor(values, dtype=torch.int32), "backend": backend}
     with pytest.raises(ValueError, match=message):
         ops.paged_attention(**attention_arguments(**changed))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("cpu", torch.float32), ("cpu", torch.float16), ("reference", torch.float32)]
+)
+@pytest.mark.parametrize("block", [-1, 6])
+def test_host_backends_check_the_blocks_that_they_read(backend: str, dtype: torch.dtype, block: int) -> None:
+    """Compiled, plain torch and reference; those of a request without rows are not read."""
+    arguments = attention_arguments(backend=backend)
+    for name in ("query", "key_cache", "value_cache"):
+        arguments[name] = arguments[name].to(dtype)
+    arguments["query_start_loc"] = torch.tensor([0, 3, 3], dtype=torch.int32)
+    arguments["block_table"] = torch.tensor([[3, 1], [block, block]], dtype=torch.int32)
+    ops.paged_attention(**arguments)
+    arguments["block_table"] = torch.tensor([[block, 1], [99, -99]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"block_table: got block {block}\\b.* expected .*5"):
+        ops.paged_attention(**arguments)
+
+
+def test_a_window_longer_than_any_context_is_none() -> None:
+    arguments = attention_arguments(query=torch.ones(3, 4, 16))
+    without = ops.paged_attention(**arguments)
+    assert torch.equal(ops.paged_attention(**arguments, sliding_window=2**64 + 2), without)
+
+
+def test_results_lie_where_the_operands_do() -> None:
+    """Whatever the default device is."""
+    with torch.device("meta"):
+        assert ops.paged_attention(**attention_arguments_on_the_cpu()).device.type == "cpu"
+        assert ops.silu_and_mul(torch.ones(2, 4, device="cpu")).device.type == "cpu"
+
+
+def test_tensors_without_data_are_refused() -> None:
+    with pytest.raises(ValueError, match="silu_and_mul: got tensors on meta, which hold no data"):
+        ops.silu_and_mul(torch.ones(2, 4, device="meta"))
+
+
+def attention_arguments_on_the_cpu() -> dict[str, Any]:
+    with torch.device("cpu"):
+        return attention_arguments()
 
 
 def write_arguments(**changed: Any) -> dict[str, Any]:

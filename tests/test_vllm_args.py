@@ -220,6 +220,11 @@ def test_all_that_is_ignored_is_said_in_one_warning():
         ("""-cc '{"cudagraph_capture_sizes": [3]}' --cudagraph-capture-sizes 5""", (5,), None),
         ("""-cc '{"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [3]}'""", None, True),
         ("--enforce-eager --cudagraph-capture-sizes 1 2", None, True),
+        ("""-cc '{"cudagraph_mode": "none"}'""", None, True),
+        ("""-cc '{"cudagraph_mode": "NONE"}' --no-enforce-eager""", None, True),
+        ("-O0", None, True),
+        ("""-O0 -cc '{"cudagraph_mode": "FULL"}'""", None, None),
+        ("-O1", None, None),
     ],
 )
 def test_graph_sizes_may_stand_in_the_compilation_config(text, sizes, eager):

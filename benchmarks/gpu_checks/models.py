@@ -23,6 +23,10 @@ MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 40_000
 CACHE_SHARE = 0.75
 """Of the memory that the weights leave free."""
+VALUE_STD = 32.0
+"""Of the cached values: their mean over a context must weigh something beside the rest of a layer, or else reading
+those of another request would hardly show.
+"""
 
 _LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -95,7 +99,7 @@ class Served:
 
 
 def serve(session: Session, name: str) -> Served:
-    """The model of that name, with a cache that takes most of the free memory, all of it zeros."""
+    """The model of that name, with a cache that takes most of the free memory, full of random numbers."""
     config = (TOY_CONFIGS if session.toy else CONFIGS)[name]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -116,9 +120,10 @@ def serve(session: Session, name: str) -> Served:
         max_model_len=loaded.max_model_len,
         model=model,
     )
+    generator = session.generator(0)
     for cache in runner.kv_caches:
-        cache.key.zero_()
-        cache.value.zero_()
+        cache.key.normal_(generator=generator)
+        cache.value.normal_(std=VALUE_STD, generator=generator)
     return Served(runner, weight_bytes, 64 if session.toy else 8192)
 
 

@@ -1,46 +1,23 @@
-"""One run of the check: its device, its deadline, and the report that grows row by row in one JSON file."""
+"""What a part of the check works with: its device, its deadline, and the report that its rows go to."""
 
 from __future__ import annotations
 
 import gc
-import json
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-Row = dict[str, Any]
+from gpu_checks.report import Report, Row
+
+__all__ = ["DeviceLostError", "Row", "Session"]
 
 
 class DeviceLostError(RuntimeError):
     """The device answers no more in this process: what is left of the part cannot be measured."""
-
-
-class Report:
-    """The JSON file: `{"device": ..., "rows": [...], "left_out": [...], ...}`, whole at every moment."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-
-    def update(self, **values: Any) -> None:
-        """Sets keys and writes."""
-        self.content |= values
-        self._write()
-
-    def append(self, key: str, row: Row) -> None:
-        """Adds a row to a list and writes."""
-        self.content.setdefault(key, []).append(row)
-        self._write()
-
-    def _write(self) -> None:
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text(json.dumps(self.content, indent=1))
-        temporary.replace(self.path)
 
 
 @dataclass(frozen=True)
@@ -55,32 +32,52 @@ class Session:
     seed: int
     deadline_s: float
     """On the clock of `time.time`, which the processes of all parts share."""
+    arch: int | None = None
+    """Compute capability, times ten; None on a CPU."""
+
+    @classmethod
+    def start(cls, report: Report, part: str, toy: bool, deadline_s: float) -> Session:
+        """On the current GPU where there is one, else on the CPU."""
+        seed = report.content["seed"]
+        if not torch.cuda.is_available():
+            return cls(report, part, torch.device("cpu"), toy, seed, deadline_s)
+        major, minor = torch.cuda.get_device_capability()
+        return cls(report, part, torch.device("cuda"), toy, seed, deadline_s, arch=10 * major + minor)
 
     @property
     def is_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def measure(self, name: str, function: Callable[[], Row], *, needs_s: float = 3.0) -> Row | None:
+    def announce(self, names: Sequence[str]) -> None:
+        """Names the checks that this part is about to make, so that one which never ran is missed in the end."""
+        checks = self.report.content["checks"]
+        self.report.update(checks=checks | {self.part: list(names)})
+
+    def measure(
+        self, name: str, function: Callable[[], Row], *, at: Row | None = None, needs_s: float = 3.0
+    ) -> Row | None:
         """Runs `function` and reports its row; an exception becomes a row, and no time left a line in `left_out`.
 
-        Gives the row, None without one. Raises DeviceLostError when the device is not usable any more.
+        `at`: what tells the row from others of its part, whatever becomes of it. Gives what `function` found, None
+        without. Raises DeviceLostError when the device is not usable any more.
         """
+        at = at or {}
         if time.time() + needs_s > self.deadline_s:
-            self.leave_out(name, "no time left")
+            self.leave_out(name, "no time left", **at)
             return None
         start_s = time.perf_counter()
         try:
             found = function()
         except Exception as e:  # whatever a kernel or a peer raises is a result, and the rest goes on
-            self._report(name, {"error": _one_line(e)}, start_s)
+            self._report(name, at | {"error": _one_line(e)}, start_s)
             self._check_device(e)
             return None
-        self._report(name, found, start_s)
+        self._report(name, at | found, start_s)
         return found
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Notes what was not measured, and why."""
-        self.report.append("left_out", {"part": self.part, "name": name, "reason": reason})
+    def leave_out(self, name: str, reason: str, **at: object) -> None:
+        """Notes what was not measured, and why; `at` as in `measure`."""
+        self.report.append("left_out", {"part": self.part, "name": name, "reason": reason, **at})
 
     def generator(self, stream: int) -> torch.Generator:
         """Random numbers on the device, from one of the streams of this run's seed."""

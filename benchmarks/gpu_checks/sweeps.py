@@ -69,13 +69,15 @@ class DecodeSweep:
     def measure(self, batch: int, context: int) -> None:
         """Our kernel, and torch's at some points."""
         name = f"{self.shape.name} batch {batch} context {context}"
+        at = {"shape": self.shape.name, "batch": batch, "context": context}
         if batch * -(-context // BLOCK_SIZE) > len(self.cache[0]):
-            self.session.leave_out(name, "its keys and values do not fit into memory")
+            self.session.leave_out(name, "its keys and values do not fit into memory", **at)
             return
-        self.session.measure(name, partial(self._ours, batch, context))
+        self.session.measure(name, partial(self._ours, batch, context), at=at)
         if (batch, context) in PEERS_AT:
             for peer in PEERS:
-                self.session.measure(f"{name} ({peer})", partial(self._peer, batch, context, peer))
+                call = partial(self._peer, batch, context, peer)
+                self.session.measure(f"{name} ({peer})", call, at={"peer": peer, **at})
 
     def _ours(self, batch: int, context: int) -> Row:
         steps = [self._step(batch, context, i) for i in range(self._num_calls(batch, context))]
@@ -105,15 +107,12 @@ class DecodeSweep:
             for _ in range(count)
         ]
         calls = [partial(attend, query, *pair, enable_gqa=True, scale=shape.scale) for pair in pairs]
-        return {"peer": peer} | self._row(batch, context, calls)
+        return self._row(batch, context, calls)
 
     def _row(self, batch: int, context: int, calls: Sequence[Callable[[], object]]) -> Row:
         seconds = seconds_per_call(calls, self.session.device, toy=self.session.toy)
         rate = batch * context * self.shape.kv_bytes_per_token / seconds
         return {
-            "shape": self.shape.name,
-            "batch": batch,
-            "context": context,
             "us": round(seconds * 1e6, 2),
             "gb_per_s": round(rate / 1e9, 3),
             "percent_of_copy": round(100 * rate / self.copy_rate, 1),
@@ -145,6 +144,7 @@ def run_prefill(session: Session) -> None:
         session.measure(
             f"cache write {shapes[0].name} {tokens} tokens",
             partial(_cache_write, session, shapes[0], copies, tokens),
+            at={"shape": shapes[0].name, "tokens": tokens},
         )
 
 
@@ -177,9 +177,9 @@ def _prefill(session: Session, shape: LayerShape, matmul: float, chunk: int, con
         attend = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True, scale=shape.scale)
         return row(partial(attend, query, key, value))
 
-    session.measure(name, lambda: at | ours())
+    session.measure(name, ours, at=at)
     if not context:
-        session.measure(f"{name} (SDPA)", lambda: at | {"peer": "SDPA"} | sdpa())
+        session.measure(f"{name} (SDPA)", sdpa, at={"peer": "SDPA", **at})
 
 
 def _cache_write(session: Session, shape: LayerShape, copies: float, tokens: int) -> Row:
@@ -195,8 +195,6 @@ def _cache_write(session: Session, shape: LayerShape, copies: float, tokens: int
     seconds = seconds_per_call(calls, session.device, toy=session.toy)
     rate = 2 * tokens * shape.kv_bytes_per_token / seconds
     return {
-        "shape": shape.name,
-        "tokens": tokens,
         "us": round(seconds * 1e6, 2),
         "gb_per_s": round(rate / 1e9, 3),
         "percent_of_copy": round(100 * rate / copies, 1),
