@@ -114,7 +114,9 @@ ENGINE_INTERVALS: dict[str, RequestMetric] = {
 
 CLIENT_INTERVALS: dict[str, RequestMetric] = {
     "client_queue_time": RequestMetric("sent - arrival", lambda r: r.sent - r.arrival),
-    "ttft_including_client_queue": RequestMetric("first_token - arrival", lambda r: r.first_token - r.arrival),
+    "ttft_including_client_queue": RequestMetric(
+        "first_token - arrival", lambda r: r.first_token - r.arrival
+    ),
     "e2el_including_client_queue": RequestMetric("last_token - arrival", lambda r: r.last_token - r.arrival),
 }
 """Where a client held requests back: its part of the wait, which the latencies since `sent` leave out (names as in

@@ -100,9 +100,7 @@ class EventLog:
         self._event(seconds_to_ns(spec.arrival_s), spec.request_id, "arrived")
         self._waits.queued(spec.request_id, queued_ns)
 
-    def refused(
-        self, spec: RequestSpec, now_ns: int, reason: str, *, sent_ns: int | None = None
-    ) -> None:
+    def refused(self, spec: RequestSpec, now_ns: int, reason: str, *, sent_ns: int | None = None) -> None:
         """A request that can never run is turned away instead of queued; `sent_ns` as for `arrived`."""
         self._open[spec.request_id] = OpenRequest(spec, _sent_ns(spec, sent_ns))
         self._event(seconds_to_ns(spec.arrival_s), spec.request_id, "arrived")

@@ -134,7 +134,9 @@ def _moments(life: Life, circumstances: Circumstances, taken_in: str) -> Iterato
         text = circumstances.sentence(wait)
         yield Moment(wait.from_ns, "wait", text, wait.until_ns, wait.reason.value)
     if life.sent_ns > life.arrival_ns:
-        yield Moment(life.sent_ns, "sent", "sent by its client, who had as many in flight as --max-concurrency lets")
+        yield Moment(
+            life.sent_ns, "sent", "sent by its client, who had as many in flight as --max-concurrency lets"
+        )
     if life.queued_ns > life.sent_ns:
         yield Moment(life.queued_ns, "queued", TAKEN_IN[taken_in])
     if life.first_token_ns is not None:

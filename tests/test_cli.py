@@ -416,7 +416,7 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--loop", "closed"], "loop 'closed': no request has a session_id"),
         ([*CONSTANT, "--columns", "prompt_tokens"], "--columns 'prompt_tokens' must be field=name"),
         ([*CONSTANT, "--window", "1"], "--window '1' must be START:END in seconds"),
-        ([*CONSTANT, "--window", "1:2"], "window_s has no use for the format servetwin jsonl"),
+        ([*CONSTANT, "--window", "1:2"], "window_s (--window) has no use for the format servetwin jsonl"),
         ([*CONSTANT, "--tokenizer", "/nowhere"], "--tokenizer /nowhere: there is no tokenizer.json"),
         ([*CONSTANT, "--trace-format", "nope"], "format 'nope': must be one of azure, mooncake"),
         ([*CONSTANT, "--num-prompts", "0"], "--num-prompts 0 must be 1 or more"),

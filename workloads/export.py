@@ -68,7 +68,9 @@ def _target(path: str | Path, endings: Sequence[str], overwrite: bool) -> Path:
         raise WorkloadError(f"{path}: the name must end in {', '.join(endings)}")
     if target.is_dir() or (target.exists() and not overwrite):
         raise WorkloadError(
-            f"{path}: is a folder" if target.is_dir() else f"{path}: exists; say so to overwrite it"
+            f"{path}: is a folder"
+            if target.is_dir()
+            else f"{path}: exists; overwrite it with --overwrite (overwrite=True)"
         )
     if not target.parent.is_dir():
         raise WorkloadError(f"{path}: there is no folder {target.parent}")

@@ -115,6 +115,8 @@ def _workload_of(
     }
     if arrivals is not None:
         requests, about["arrivals"] = sent_by(arrivals, requests, seed), repr(arrivals)
+    if loop == "auto":
+        loop = about.pop("loop", loop)
     if trace.notes:
         about["notes"] = list(trace.notes)
     return as_workload(requests, about, loop)

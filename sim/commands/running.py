@@ -139,8 +139,16 @@ def _announce(workload: ListWorkload | ClosedLoop, engine: Engine) -> None:
         say(f"note: {note}")
     if about.get("loop") == "closed":
         say("closed loop: later turns of a session wait for their answers, and for their think times")
+        if not any(value is not None for value in values_of(workload.requests, "think_time_s")):
+            say("assumed: think times of 0 s, which the workload does not tell")
+    elif any(value is not None for value in values_of(workload.requests, "session_id")):
+        say(
+            "open loop: every turn of a session is sent at its arrival_s, whether the one before has ended or not"
+        )
     elif any(value is not None for value in values_of(workload.requests, "think_time_s")):
         say("open loop: every request is sent at its arrival_s; its think_time_s is not acted on")
+    if _reuse_is_unknown(workload):
+        say("prefix reuse: unknown to this trace; every prompt is unique, so prefix hits say nothing")
     for text in _without_effect(workload, engine.config.scheduler.policy):
         say(f"note: {text}")
     for text in engine.notes:
@@ -159,6 +167,14 @@ def _workload_line(workload: ListWorkload | ClosedLoop) -> str:
     return (
         ", ".join([f"workload: {about.get('preset', about.get('format', 'made up'))}", *units])
         + f": {len(times_s):,} requests over {span_s:,.6g} s{rate}"
+    )
+
+
+def _reuse_is_unknown(workload: ListWorkload | ClosedLoop) -> bool:
+    """Whether it was read from a trace that does not say what prompts begin with."""
+    names = ("prefix_ids", "prompt_token_ids", "context_tokens")
+    return "rows_read" in workload.about and not any(
+        value is not None for name in names for value in values_of(workload.requests, name)
     )
 
 

@@ -16,8 +16,8 @@ from servetwin.workloads.statistics.sessions import SessionFigures
 
 PLOT_WIDTH, PLOT_HEIGHT = 100, 12
 REUSE_UNKNOWN = (
-    "prefix reuse unknown: the trace does not say what prompts begin with, so a run gives every request a prompt of "
-    "its own and measures no reuse between them"
+    "prefix reuse unknown: the trace does not say what prompts begin with, so a run gives every request (every "
+    "session, where turns go on from one another) a prompt of its own and measures no reuse between them"
 )
 
 

@@ -12,6 +12,8 @@ from servetwin.workloads.columns import RequestColumns
 Times = NDArray[np.float64]
 
 PROFILE_BINS = 100
+MIN_MINUTES = 3
+"""Of a span whose busiest minute is compared with the mean one."""
 MINUTE_S = 60.0
 MIN_FOR_TICKS, MIN_FOR_IDLE = 20, 100
 """Requests below which nothing is said about ticks, or about idle ends."""
@@ -83,7 +85,9 @@ def arrival_figures(times_s: Times) -> ArrivalFigures | None:
         rate_per_s=rate_per_s,
         gap_cv=float(gaps.std() / gaps.mean()),
         dispersion_1s=_dispersion(seconds, bins=int(span_s) + 1),
-        peak_to_mean_minute=float(minutes.max() / (MINUTE_S * rate_per_s)) if span_s >= MINUTE_S else None,
+        peak_to_mean_minute=float(minutes.max() / (MINUTE_S * rate_per_s))
+        if span_s >= MIN_MINUTES * MINUTE_S
+        else None,
         bin_s=span_s / PROFILE_BINS,
         requests_per_bin=tuple(profile.tolist()),
     )

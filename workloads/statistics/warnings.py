@@ -20,7 +20,7 @@ def arrival_warnings(
     if recorded == "first turns":
         yield (
             "only first turns have arrival times: later turns stand at the start of their session and are sent when "
-            "the turn before has ended, so rate, gaps and dispersion are those of the starts"
+            "the turn before has ended, so rate, gaps and dispersion here count them all at that start"
         )
     if ticks is not None:
         yield (

@@ -62,6 +62,16 @@ FORMATS: tuple[TraceFormat, ...] = (
 )
 HIGHEST_PLAUSIBLE_RATE = 1000.0
 """Requests/s."""
+FLAGS = {
+    "time_unit": "--time-unit",
+    "block_size": "--hash-block-size",
+    "columns": "--columns",
+    "tokenize": "--tokenizer",
+    "output_tokens": "--trace-output-tokens",
+    "model": "--trace-model",
+    "window_s": "--window",
+}
+"""Names of the options on a command line."""
 _ALWAYS_USED = frozenset({"format", "tolerance", "seed"})
 """The seed is that of a whole run, which has other uses for it."""
 
@@ -117,9 +127,12 @@ def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
     begins = (
         "is a folder of" if source.head.folder else f"begins with {source.head.first_line[:60]!r}, which is"
     )
-    raise WorkloadError(
-        f"{source.path}: {begins} no known format ({known_formats()}); for csv and JSONL of your own map the columns"
+    hint = (
+        "give one of its files, or the folder of a run or of ServeGen's clients"
+        if source.head.folder
+        else "for csv and JSONL of your own map the columns, for example --columns prompt_tokens=in"
     )
+    raise WorkloadError(f"{source.path}: {begins} no known format ({known_formats()}); {hint}")
 
 
 def _named(name: str) -> TraceFormat:
@@ -135,7 +148,8 @@ def _check_options(source: Source, format_: TraceFormat, options: ReadOptions) -
         value = getattr(options, option.name)
         if option.name in _ALWAYS_USED | format_.uses or value == getattr(_DEFAULTS, option.name):
             continue
-        raise WorkloadError(f"{source.path}: {option.name} has no use for the format {format_.name}")
+        flag = FLAGS.get(option.name, option.name)
+        raise WorkloadError(f"{source.path}: {option.name} ({flag}) has no use for the format {format_.name}")
 
 
 _DEFAULTS = ReadOptions()

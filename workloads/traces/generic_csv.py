@@ -33,6 +33,10 @@ OTHERS: dict[str, Kind] = {
     "context_tokens": optional(csv_rows.COUNT),
     "priority": optional(SIGNED),
 }
+TIME_NAMES = frozenset(
+    {"arrival", "arrival_time", "arrived_at", "arrival_timestamp", "timestamp", "time", "ts", "start_time"}
+)
+"""What columns of arrivals are called elsewhere: not to be taken for lengths only."""
 FIELDS = (ARRIVAL, *LENGTHS, THINK, *OTHERS)
 
 
@@ -67,6 +71,13 @@ def _names(reading: Reading, header: list[str]) -> dict[str, str]:
     for field in LENGTHS:
         if field not in names:
             raise WorkloadError(f"{path}: no column for {field}: say which of {shown} it is")
+    unused = [name for name in header if name not in names.values()]
+    if ARRIVAL not in names and (times := [name for name in unused if name.lower() in TIME_NAMES]):
+        raise WorkloadError(
+            f"{path}: column {times[0]!r} may hold times: map it with arrival={times[0]} (--columns, --time-unit)"
+        )
+    if unused:
+        reading.notes.append(f"columns not used: {', '.join(unused)[: csv_rows.HEADER_SHOWN]}")
     if "context_tokens" in names and "session_id" not in names:
         raise WorkloadError(f"{path}: a column for context_tokens: must come with one for session_id")
     if len(set(names.values())) < len(names):

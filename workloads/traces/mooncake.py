@@ -35,7 +35,9 @@ UNHEEDED = frozenset({"wait_for", "branches", "prefix_reset"})
 
 def _read_deltas(reading: Reading) -> None:
     _read(reading, deltas=True)
-    reading.notes.append("a later turn's row is what is new in it: its prompt begins with prompt and answer before")
+    reading.notes.append(
+        "a later turn's row is what is new in it: its prompt begins with prompt and answer before"
+    )
 
 
 def _read(reading: Reading, *, deltas: bool = False) -> None:

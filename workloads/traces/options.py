@@ -39,7 +39,7 @@ class ReadOptions:
     block_size: int | None = None
     """Tokens that one prefix id stands for; None: the format's, where the lengths agree with it."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Generic csv and JSONL: our field name -> name in the file."""
+    """Generic csv and JSONL: our field name (`arrival` and `think_time` too) -> name in the file."""
     tokenize: Tokenize | None = None
     """Turns texts into token ids, for formats that hold texts."""
     output_tokens: int | None = None
@@ -54,6 +54,9 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         """Raises WorkloadError for a value that no format could use."""
+        # The field is in seconds; what is mapped onto it need not be.
+        renamed = {"arrival": "arrival_s", "think_time": "think_time_s"}
+        object.__setattr__(self, "columns", {renamed.get(k, k): v for k, v in self.columns.items()})
         if self.time_unit is not None and self.time_unit not in NS_PER:
             raise WorkloadError(f"time_unit {self.time_unit!r}: must be one of {', '.join(NS_PER)}")
         for name in ("block_size", "output_tokens"):
@@ -61,4 +64,6 @@ class ReadOptions:
                 check_count(name, value)
         check_seed(self.seed)
         if self.window_s is not None and not 0 <= self.window_s[0] < self.window_s[1] < math.inf:
-            raise WorkloadError(f"window_s {self.window_s!r}: must be two finite times, the second after the first")
+            raise WorkloadError(
+                f"window_s {self.window_s!r}: must be two finite times, the second after the first"
+            )

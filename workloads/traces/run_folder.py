@@ -37,7 +37,17 @@ def _read(reading: Reading) -> None:
         reading.notes.append(
             f"the run ended early ({header.get('reason')}): these are the requests until then"
         )
+    _take_over(reading, header)
     jsonl.FORMAT.read(replace(reading, source=Source(folder / WORKLOAD)))
+
+
+def _take_over(reading: Reading, header: dict[str, Any]) -> None:
+    """How the run sent its requests: the same loop again, unless told otherwise, and what else to say again."""
+    workload, config = header.get("workload"), header.get("config")
+    if isinstance(workload, dict) and workload.get("loop") in ("open", "closed"):
+        reading.about["loop"] = workload["loop"]
+    if isinstance(config, dict) and isinstance(limit := config.get("max_concurrency"), int):
+        reading.notes.append(f"the run held requests back: say --max-concurrency {limit} to do so again")
 
 
 def _header(reading: Reading) -> dict[str, Any]:

@@ -111,7 +111,8 @@ def _span(reading: Reading, clients: list[Client]) -> tuple[float, float]:
     if reading.options.window_s is None:
         hour_ends = min(first + DEFAULT_SPAN_S, last)
         reading.notes.append(
-            f"only the first active hour, {first} s to {hour_ends} s of {first} s to {last} s: choose with window_s (--window START:END)"
+            f"only the first active hour, {first} s to {hour_ends} s of {first} s to {last} s: choose with window_s "
+            "(--window START:END)"
         )
         return first, hour_ends
     begin, end = reading.options.window_s
