@@ -72,6 +72,8 @@ def run(argv: Sequence[str]) -> int:
     except ValueError as e:
         # Every refusal of input is a ValueError with a message for the person who typed the command.
         return _complain(str(e), 2)
+    except MemoryError as e:
+        return _complain(f"out of memory: {e}" if str(e) else "out of memory", 1)
     except (OSError, PolicyFailedError, EngineDeadError) as e:
         return _complain(str(e), 1)
     return int(code or 0)

@@ -253,17 +253,24 @@ def _peaks(times: Timestamps, itl: pd.DataFrame) -> dict[str, Any]:
         return {"max_output_tokens_per_s": None, "max_concurrent_requests": None}
     origin = times.arrival.min()
     first, last = _seconds(times.arrival - origin), _seconds(times.last_token - origin)
-    size = int(last.max()) + 2
-    changes = np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)
     gap_ends = _seconds(ns_array(itl.time_s) - origin)
-    kept = (gap_ends >= 0) & (gap_ends < size)
-    outputs = np.bincount(_seconds(times.first_token - origin), minlength=size) + np.bincount(
-        gap_ends[kept], weights=itl.samples.to_numpy()[kept], minlength=size
-    )
+    kept = (gap_ends >= 0) & (gap_ends <= last.max())
+    ends = np.concatenate([_seconds(times.first_token - origin), gap_ends[kept]])
+    outputs = np.concatenate([np.ones(len(first)), itl.samples.to_numpy()[kept]])
+    come_and_go = np.concatenate([np.ones(len(first)), -np.ones(len(last))])
     return {
-        "max_output_tokens_per_s": float(outputs.max()),
-        "max_concurrent_requests": int(np.cumsum(changes).max()),
+        "max_output_tokens_per_s": float(_by_second(ends, outputs).max()),
+        "max_concurrent_requests": int(
+            _by_second(np.concatenate([first, last + 1]), come_and_go).cumsum().max()
+        ),
     }
+
+
+def _by_second(seconds: np.ndarray[tuple[int], np.dtype[np.int64]], amounts: Array) -> Array:
+    """Sums of the amounts in each second that has any, in order: a run may span years of nothing."""
+    _, place = np.unique(seconds, return_inverse=True)
+    totals: Array = np.bincount(place, weights=amounts).astype(np.float64)
+    return totals
 
 
 def _seconds(ns: Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -349,7 +349,7 @@ def without(name):
         ({**GOOD, "arrival_s": None}, "arrival_s None: must be given"),
         (GOOD, "request_id 'first': must be unique"),
         ('{"arrival_s": NaN}', "row '{\"arrival_s\": NaN}': must be JSON ("),
-        ('{"request_id": "a", "arrival_s"', "row '{\"request_id\": \"a\", \"arrival_s\"': must be JSON ("),
+        ('{"request_id": "a", "arrival_s"', 'row \'{"request_id": "a", "arrival_s"\': must be JSON ('),
         ('["a", 0.5]', "row ['a', 0.5]: must be a JSON object"),
     ],
 )
@@ -480,7 +480,7 @@ def test_num_prompts_takes_the_first_in_order_of_arrival(azure):
 )
 def test_options_that_do_not_fit_a_file_are_refused(azure, options, message):
     with pytest.raises(WorkloadError, match=message):
-        open_workload(azure(GOOD_ROW), **options)
+        open_workload(azure(GOOD_ROW, "2023-11-16 18:15:47,5,5"), **options)
 
 
 def test_a_name_that_is_neither_lists_presets_and_formats():

@@ -138,13 +138,22 @@ def read_options(flags: TraceFlags, tolerance: Tolerance = Tolerance.NORMAL) -> 
         format=flags.trace_format,
         time_unit=flags.time_unit,
         block_size=flags.hash_block_size,
-        columns=dict(map(_column, flags.columns)),
+        columns=_columns(flags.columns),
         tokenize=None if flags.tokenizer is None else load_tokenize(flags.tokenizer),
         output_tokens=flags.trace_output_tokens,
         model=flags.trace_model,
         window_s=None if flags.window is None else _window(flags.window),
         tolerance=tolerance,
     )
+
+
+def _columns(texts: tuple[str, ...]) -> dict[str, str]:
+    columns: dict[str, str] = {}
+    for field, name in map(_column, texts):
+        if field in columns:
+            raise UsageError(f"--columns {field}={name}: {field} is mapped already, to {columns[field]}")
+        columns[field] = name
+    return columns
 
 
 def _column(text: str) -> tuple[str, str]:

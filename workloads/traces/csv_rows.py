@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,7 +77,7 @@ def each_batch(
         header = read_header(next(filter(str.strip, lines), ""))
     layout = _Layout(tuple(header), tuple(columns), tuple(_place(source, header, c.name) for c in columns))
     number = 1
-    for batch in _batches(source, lines, len(header)):
+    for batch in _batches(lines, len(header)):
         yield _columns_of(number, batch, rows, layout)
         number += len(batch)
 
@@ -100,33 +100,24 @@ class _Layout:
     """Of the columns in the header."""
 
 
-def _batches(source: Source, lines: Iterator[str], width: int) -> Iterator[pa.Table | list[list[str]]]:
-    """The rows, blank lines left out: as columns of texts where nothing is odd about them, else one by one."""
+def _batches(lines: Iterator[str], width: int) -> Iterator[pa.Table | list[str]]:
+    """The rows, blank lines left out: as columns of texts where nothing is odd about them, else as lines.
+
+    A row is a line: were a quoted cell to go on in the next one, a stray quote would swallow all rows behind it.
+    """
     while chunk := list(islice(lines, BATCH_ROWS)):
         text = "\n".join(chunk)
-        if '"' in text:
-            # A quoted cell may go on in the next lines.
-            yield from _rows_one_by_one(source, chain(chunk, lines))
-            return
-        table = _plain_table(text, width)
+        closed = '"' not in text or not any(line.count('"') % 2 for line in chunk)
+        table = _plain_table(text, width) if closed else None
         if table is None:
-            yield from _rows_one_by_one(source, iter(chunk))
+            if filled := [line for line in chunk if line.strip()]:
+                yield filled
         elif table.num_rows:
             yield table
 
 
-def _rows_one_by_one(source: Source, lines: Iterator[str]) -> Iterator[list[list[str]]]:
-    reader = csv.reader(line + "\n" for line in lines)
-    try:
-        while batch := list(islice(reader, BATCH_ROWS)):
-            if filled := [cells for cells in batch if any(cell.strip() for cell in cells)]:
-                yield filled
-    except csv.Error as e:
-        raise WorkloadError(f"{source.path}: is not a csv file: {e}") from e
-
-
 def _plain_table(text: str, width: int) -> pa.Table | None:
-    """Lines without quotes in columns of texts; None where not all of them have `width` cells."""
+    """Lines in columns of texts; None where not all of them have `width` cells."""
     import pyarrow as pa
     import pyarrow.csv
 
@@ -135,7 +126,7 @@ def _plain_table(text: str, width: int) -> pa.Table | None:
         return pyarrow.csv.read_csv(
             io.BytesIO(text.encode()),
             pyarrow.csv.ReadOptions(column_names=names, use_threads=False),
-            pyarrow.csv.ParseOptions(quote_char=False),
+            pyarrow.csv.ParseOptions(),
             pyarrow.csv.ConvertOptions(
                 column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
             ),
@@ -152,7 +143,7 @@ def _place(source: Source, header: Sequence[str], name: str) -> int:
     return list(header).index(name)
 
 
-def _columns_of(number: int, batch: pa.Table | list[list[str]], rows: Rows, layout: _Layout) -> CsvColumns:
+def _columns_of(number: int, batch: pa.Table | list[str], rows: Rows, layout: _Layout) -> CsvColumns:
     """Of rows numbered from `number` on."""
     if isinstance(batch, list):
         return _one_by_one(number, batch, rows, layout)
@@ -166,11 +157,12 @@ def _columns_of(number: int, batch: pa.Table | list[list[str]], rows: Rows, layo
     return CsvColumns(np.arange(number, number + batch.num_rows), found)
 
 
-def _one_by_one(number: int, batch: Iterable[Sequence[str]], rows: Rows, layout: _Layout) -> CsvColumns:
+def _one_by_one(number: int, batch: Iterable[str | Sequence[str]], rows: Rows, layout: _Layout) -> CsvColumns:
     numbers: list[int] = []
     values: dict[str, list[Any]] = {column.name: [] for column in layout.columns}
-    for row, cells in enumerate(batch, start=number):
+    for row, line in enumerate(batch, start=number):
         try:
+            cells = _cells(line) if isinstance(line, str) else line
             _check_width(cells, layout.header)
             pairs = zip(layout.columns, layout.places, strict=True)
             parsed = [column.kind.one(column.name, cells[place]) for column, place in pairs]
@@ -181,6 +173,15 @@ def _one_by_one(number: int, batch: Iterable[Sequence[str]], rows: Rows, layout:
         for column, value in zip(layout.columns, parsed, strict=True):
             values[column.name].append(value)
     return CsvColumns(np.array(numbers, dtype=np.int64), values)
+
+
+def _cells(line: str) -> list[str]:
+    if line.count('"') % 2:
+        raise Damage("row", line, "csv whose quotes are closed in the line")
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as e:
+        raise Damage("row", line, f"csv ({e})") from e
 
 
 def _check_width(cells: Sequence[str], header: Sequence[str]) -> None:

@@ -55,7 +55,6 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
         ids = row.ids("hash_ids") if row.has("hash_ids") else None
         if ids is not None and prompt:
             check_ids(ids, prompt, block)
-        fractions |= isinstance(row.row.get("timestamp"), float)
         columns = sessions.columns(row)
         session = columns["session_id"]
         if deltas and session in context:
@@ -71,6 +70,7 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
             **columns,
         )
         sessions.emitted(columns)
+        fractions |= isinstance(row.row.get("timestamp"), float)
         if session is not None:
             context[session] = prompt + output
 

@@ -20,7 +20,7 @@ COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PARQUET = b"PAR1"
 """First bytes of a Parquet file, the one binary format."""
 SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
-HEAD_CHARACTERS = 65_536
+HEAD_CHARACTERS = 1 << 20
 CHUNK_CHARACTERS = 1 << 20
 MAX_LINE_CHARACTERS = 1 << 26
 """Of a prompt of some million token ids, or a text of as many words."""
@@ -84,6 +84,8 @@ class Source:
         self.file = Path(path)
         if not self.file.exists():
             raise WorkloadError(f"{path}: no such file")
+        if not (self.file.is_file() or self.file.is_dir()):
+            raise WorkloadError(f"{path}: is no regular file; a trace is read more than once: save it first")
 
     @cached_property
     def head(self) -> Head:

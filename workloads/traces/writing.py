@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +18,24 @@ from servetwin.workloads.traces.source import SUFFIXES
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Where to write what becomes `path` when the block ends well; else nothing is left and `path` is as it was."""
-    unfinished = path.with_name(path.name + ".unfinished")
+    # What a link names is replaced, not the link.
+    path = Path(os.path.realpath(path))
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".unfinished", dir=path.parent)
+    os.close(handle)
+    unfinished = Path(name)
     try:
         yield unfinished
+        unfinished.chmod(0o666 & ~_umask())
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The mask of new files, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
