@@ -86,7 +86,7 @@ def test_vidur_unit_can_be_said(csv_file: Write) -> None:
 
 def test_vidur_in_a_smaller_unit_is_doubted_where_no_service_has_the_rate(csv_file: Write) -> None:
     rows = [f"{i * 1e-5:.6f},5,5" for i in range(3000)]
-    with pytest.raises(WorkloadError, match=r"3,000 requests within 0\.02999 s.*time-unit"):
+    with pytest.raises(WorkloadError, match=r"3,000 requests over 0\.02999 s.*time-unit"):
         read(csv_file(VIDUR, *rows))
 
 
@@ -350,8 +350,7 @@ def test_csv_map_is_checked(csv_file: Write, columns: dict[str, str], problem: s
 def test_csv_with_a_name_or_a_cell_of_any_length_is_read_or_refused_shortly(csv_file: Write) -> None:
     long = "A" * 200_000
     assert len(read(csv_file(f"prompt_tokens,output_tokens,{long}", f"1,2,{long}"))) == 1
-    with pytest.raises(WorkloadError, match="is not a csv file: field larger than field limit"):
-        read(csv_file("prompt_tokens,output_tokens,x", f'1,2,"{long}"'))
+    assert len(read(csv_file("prompt_tokens,output_tokens,x", f'1,2,"{long}"'))) == 1
     with pytest.raises(WorkloadError, match="no column for output_tokens") as refused:
         read(csv_file(f"prompt_tokens,{long}", "1,2"), format="csv")
     assert len(str(refused.value)) < 1000
@@ -375,9 +374,10 @@ def test_csv_rows_agree_with_themselves_and_one_another(csv_file: Write, row: st
 
 def test_header_of_two_formats_is_refused_until_one_is_named(csv_file: Write) -> None:
     path = csv_file(f"{VIDUR},prompt_tokens,output_tokens", "0,1,2,3,4")
-    with pytest.raises(WorkloadError, match="may be vidur, csv: say which with --format"):
+    with pytest.raises(WorkloadError, match="may be vidur, csv: say which with --trace-format"):
         read(path)
-    assert lengths(read(path, format="csv")) == [(3, 4)]
+    columns = {"arrival": "arrived_at"}
+    assert lengths(read(path, format="csv", columns=columns, time_unit="s")) == [(3, 4)]
 
 
 # ---------------------------------------------------------------- ServeGen

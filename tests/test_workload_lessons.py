@@ -161,7 +161,7 @@ def test_lesson_02_a_unit_is_said_or_beyond_doubt(written: Rows, replay: Replay,
     assert column(replay(in_s, "--time-unit", "s"), "arrival_s") == [0, 1.5]
     assert "it may be in s or in ms: say which with --time-unit" in refusal(in_s)
     whole_seconds = written(*[mooncake(i // 5, 600) for i in range(5000)])
-    assert "5,000 requests within 0.999 s, if its times are in ms: say which unit" in refusal(whole_seconds)
+    assert "5,000 requests over 0.999 s, if its times are in ms: say which unit" in refusal(whole_seconds)
 
 
 def test_report_63_two_origins_in_one_trace_are_refused_with_both_ranges(

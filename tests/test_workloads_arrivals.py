@@ -163,7 +163,7 @@ def test_mean_rate_and_gap_cv_are_those_asked_for(process):
         ),
         (BenchServe(rate_per_s=RATE, burstiness=0.5), stats.gamma(0.5, scale=2 / RATE)),
     ],
-    ids=repr,
+    ids=["Poisson", "Gamma", "Weibull", "BenchServe"],
 )
 def test_gaps_have_their_distribution(process, distribution):
     assert fits(gaps_of(process.times_s(DRAWS)), distribution.cdf)

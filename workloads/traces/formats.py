@@ -180,10 +180,15 @@ def with_waiting_turns(requests: RequestColumns) -> RequestColumns:
     """
     if not requests.has("session_id"):
         return requests
-    seen: set[str] = set()
-    pauses_s: list[float | None] = []
-    for session, pause_s in zip(requests.values("session_id"), requests.values("think_time_s"), strict=True):
-        is_later = session is not None and session in seen
-        seen.add(session)
-        pauses_s.append(0.0 if is_later and pause_s is None else pause_s)
+    sessions, turns = requests.values("session_id"), requests.values("turn")
+    first: dict[str, tuple[int, int]] = {}
+    for place, (session, turn) in enumerate(zip(sessions, turns, strict=True)):
+        if session is not None:
+            first[session] = min(first.get(session, (turn or 0, place)), (turn or 0, place))
+    pauses_s = [
+        0.0 if pause_s is None and session is not None and first[session][1] != place else pause_s
+        for place, (session, pause_s) in enumerate(
+            zip(sessions, requests.values("think_time_s"), strict=True)
+        )
+    ]
     return requests.with_column("think_time_s", pauses_s)
