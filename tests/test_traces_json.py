@@ -172,7 +172,7 @@ def test_other_units_and_block_sizes_are_read_where_they_are_said(read):
 def test_ids_that_do_not_fit_the_block_size_name_the_one_that_would(read):
     row = MOONCAKE | {"input_length": 33, "hash_ids": [1, 2, 3]}
     assert refusal(lambda: read(MOONCAKE, row)).endswith(
-        "row 2: hash_ids '3 ids': must be 1 for 33 tokens at 512 per id; 16 tokens per id would fit: --block-size"
+        "row 2: hash_ids '3 ids': must be 1 for 33 tokens at 512 per id; 16 tokens per id would fit: --hash-block-size"
     )
 
 
@@ -769,7 +769,7 @@ def test_maps_that_cannot_be_meant_are_refused(read):
     assert "column for 'prompt': must be for one of arrival_s" in refusal(
         lambda: read(row, format="jsonl", columns={"prompt": "x"})
     )
-    assert "--block-size" in refusal(lambda: read(row, format="jsonl", columns={"prefix_ids": "x"}))
+    assert "--hash-block-size" in refusal(lambda: read(row, format="jsonl", columns={"prefix_ids": "x"}))
 
 
 # ---------------------------------------------------------------- folders of runs
