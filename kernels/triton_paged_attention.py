@@ -28,9 +28,9 @@ from servetwin.kernels.triton_attention_tiles import (
     row_indices,
 )
 from servetwin.kernels.triton_fp8 import check_target
-from servetwin.kernels.triton_launch import INTERPRETED, Launch
+from servetwin.kernels.triton_launch import Launch
 
-__all__ = ["INTERPRETED", "paged_attention", "plan_launch"]
+__all__ = ["paged_attention", "plan_launch"]
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_seq_len"])

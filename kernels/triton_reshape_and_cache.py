@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from servetwin.kernels.triton_fp8 import check_target, store_scaled
-from servetwin.kernels.triton_launch import INTERPRETED, Launch
+from servetwin.kernels.triton_launch import Launch
 
-__all__ = ["INTERPRETED", "plan_launch", "reshape_and_cache"]
+__all__ = ["plan_launch", "reshape_and_cache"]
 
 MAX_BLOCK_ELEMENTS = 2048
 

@@ -17,8 +17,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.workloads.checks import check_count, check_positive, check_seed
-from servetwin.workloads.ranges import check_between
+from servetwin.workloads.checks import check_between, check_count, check_positive, check_seed
 from servetwin.workloads.streams import arrival_stream
 
 MAX_CV = 100.0

@@ -28,3 +28,9 @@ def check_seed(value: int | None) -> None:
     """`value` must be a whole number, 0 or more, or None."""
     if value is not None:
         check_count("seed", value, at_least=0)
+
+
+def check_between(name: str, value: float, low: float, high: float, hint: str = "") -> None:
+    """`value` must be a number of [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise WorkloadError(f"{name} {value!r}: must be between {low:g} and {high:g}{hint}")

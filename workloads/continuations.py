@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from servetwin.workloads.checks import check_count
+from servetwin.workloads.checks import check_between, check_count
 from servetwin.workloads.lengths import IntArray
 from servetwin.workloads.prompts import Columns
-from servetwin.workloads.ranges import check_between
 from servetwin.workloads.spec import WorkloadError
 
 REACH = 128

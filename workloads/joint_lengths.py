@@ -9,10 +9,9 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from servetwin.workloads.checks import check_positive
+from servetwin.workloads.checks import check_between, check_positive
 from servetwin.workloads.lengths import IntArray, Lengths, QuantileLengths
 from servetwin.workloads.observed_lengths import QuantileGrid, described, observed_tokens
-from servetwin.workloads.ranges import check_between
 from servetwin.workloads.spec import WorkloadError
 from servetwin.workloads.streams import stream
 

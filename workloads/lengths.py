@@ -16,8 +16,7 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.workloads.checks import check_count, check_positive
-from servetwin.workloads.ranges import check_between
+from servetwin.workloads.checks import check_between, check_count, check_positive
 from servetwin.workloads.spec import MAX_TOKENS, WorkloadError
 
 FloatArray = NDArray[np.float64]

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servetwin.workloads.arrivals import FloatArray, check_rate
-from servetwin.workloads.checks import check_count, check_positive, check_seed
-from servetwin.workloads.ranges import check_between
+from servetwin.workloads.checks import check_between, check_count, check_positive, check_seed
 from servetwin.workloads.spec import MAX_TIME_S, WorkloadError
 from servetwin.workloads.streams import arrival_stream
 

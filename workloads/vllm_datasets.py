@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from servetwin.workloads.checks import check_count
+from servetwin.workloads.checks import check_between, check_count
 from servetwin.workloads.lengths import Uniform
 from servetwin.workloads.prompts import Columns, Prompts
-from servetwin.workloads.ranges import check_between
 from servetwin.workloads.spec import WorkloadError
 from servetwin.workloads.streams import stream
 
