@@ -103,6 +103,15 @@ def test_attention_of_any_shape(
     check(make_batch(block_size=block_size, dim=dim, group=group, kv_heads=kv_heads, dtype=dtype))
 
 
+@every_dtype
+@pytest.mark.parametrize("group", range(1, 10))
+def test_few_queries_read_keys_and_values_where_they_lie(
+    instructions: str, dtype: torch.dtype, group: int
+) -> None:
+    """Each number of queries up to the largest has code of its own; 20 is no multiple of a vector's length."""
+    check(make_batch(((1, 130), (1, 1), (1, 33)), kv_heads=3, group=group, dim=20, dtype=dtype))
+
+
 @pytest.mark.parametrize("sliding_window", [1, 4, 20, 600])
 def test_window(instructions: str, sliding_window: int) -> None:
     """What lies outside the window is not read, in decode rows, chunks and contexts of several splits."""

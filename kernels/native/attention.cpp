@@ -2,9 +2,9 @@
 //
 // The work is cut into items: some query rows of one request, some kv heads and a range of positions. An item goes
 // through its positions in tiles; keys and values of a tile are unpacked once, as float32, for all query heads of
-// their kv head. Where an item ends within the context, its unfinished result is kept, and all parts of a row are
-// merged in order of position. The cuts along the positions depend on the request alone, so neither the number of
-// threads nor the rest of the batch changes a result.
+// their kv head, or used where they lie if query rows are few. Where an item ends within the context, its unfinished
+// result is kept, and all parts of a row are merged in order of position. The cuts along the positions depend on the
+// request alone, so neither the number of threads nor the rest of the batch changes a result.
 
 #include <omp.h>
 
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "matmul.h"
+#include "row_products.h"
 #include "strides.h"
 
 namespace servetwin {
@@ -21,10 +22,12 @@ namespace {
 
 constexpr int64_t TILE = 64;             // positions unpacked at once, and the room between rows of scores
 constexpr int64_t ITEM_QUERIES = 384;    // query rows x group of an item, which share an unpacked tile
+constexpr int64_t TILE_IN_PLACE = 32;    // positions whose values are fetched while their keys are used
 constexpr int64_t AHEAD = 16;            // positions asked for before they are unpacked
 constexpr int64_t SPLIT = 512;           // positions of an item of a request with few rows
 constexpr int64_t MAX_SPLIT_ROWS = 16;   // a request with more rows has items enough without splits
 constexpr int64_t ITEM_KEYS = 1 << 15;   // floats of the unpacked keys of an item, as many of its values: 256 KiB
+constexpr int MAX_IN_PLACE = 8;          // query rows x group of an item that uses keys and values where they lie
 constexpr int64_t ITEMS_PER_THREAD = 2;  // with fewer the kv heads of an item are taken apart
 
 // The arguments of a call; `AttentionArguments` in cpu_native.py has the same fields in the same order.
@@ -136,6 +139,12 @@ std::vector<Item> cut_by_head(const Attention<T>& a, const std::vector<Item>& it
     return cut;
 }
 
+// Few enough queries that unpacking keys and values costs more than it saves.
+template <typename T>
+bool in_place(const Attention<T>& a, const Item& item) {
+    return item.rows * a.group() <= MAX_IN_PLACE;
+}
+
 // Gives rows of the partial results to the items that share their query rows; returns how many.
 template <typename T>
 int64_t number_partials(const Attention<T>& a, std::vector<Item>& items) {
@@ -195,7 +204,7 @@ Tile locate(const Attention<T>& a, const Item& item, int64_t begin) {
     const int32_t* table = a.block_table + item.request * a.table_stride;
     Tile tile;
     tile.begin = begin;
-    tile.count = std::min(item.end - begin, TILE);
+    tile.count = std::min(item.end - begin, in_place(a, item) ? TILE_IN_PLACE : TILE);
     int64_t block = begin / a.block_size, slot = begin % a.block_size;
     tile.located = std::min(item.end - begin, tile.count + AHEAD);
     for (int64_t t = 0; t < tile.located; ++t) {
@@ -204,6 +213,17 @@ Tile locate(const Attention<T>& a, const Item& item, int64_t begin) {
         if (++slot == a.block_size) ++block, slot = 0;
     }
     return tile;
+}
+
+// The rows of a tile for kv head h of an item.
+template <typename T>
+Rows<T> key_rows(const Attention<T>& a, const Item& item, const Tile& tile, int64_t h) {
+    return {a.keys + (item.head + h) * a.key_strides.head, tile.keys, tile.count, a.dim};
+}
+
+template <typename T>
+Rows<T> value_rows(const Attention<T>& a, const Item& item, const Tile& tile, int64_t h) {
+    return {a.values + (item.head + h) * a.value_strides.head, tile.values, tile.count, a.dim};
 }
 
 // Asks for one head of a row: processors do not foresee the jumps between rows and blocks.
@@ -276,8 +296,22 @@ void update_row(float* scores, int64_t columns, int64_t low, int64_t high, float
         for (int64_t d = 0; d < padded_dim; d += LANES) store(sums + d, load(sums + d) * factor);
 }
 
+// The scores [queries, TILE] of kv head h of an item become weights, and its sums follow suit.
 template <typename T>
-void attend_tile(const Attention<T>& a, const Item& item, const Tile& tile, Workspace& work) {
+void update_head(const Attention<T>& a, const Item& item, const Tile& tile, Workspace& work, int64_t h, float* scores) {
+    int64_t queries = item.rows * a.group(), width = a.padded_dim();
+    for (int64_t i = 0; i < queries; ++i) {
+        int64_t position = a.position(item.request, item.row + i / a.group()), row = h * queries + i;
+        int64_t low = std::max<int64_t>(0, a.first_visible(position) - tile.begin);
+        int64_t high = std::min(tile.count, std::max<int64_t>(0, position + 1 - tile.begin));
+        update_row(scores + i * TILE, tile.count, low, high, a.softcap, work.state[row], work.sums + row * width,
+                   width);
+    }
+}
+
+// For many queries: keys and values of a tile are unpacked first.
+template <typename T>
+void attend_tile_unpacked(const Attention<T>& a, const Item& item, const Tile& tile, Workspace& work) {
     unpack_keys(a, item, tile, work.keys);
     unpack_values(a, item, tile, work.values);
     int64_t queries = item.rows * a.group(), width = a.padded_dim(), panel = width * TILE;
@@ -285,15 +319,36 @@ void attend_tile(const Attention<T>& a, const Item& item, const Tile& tile, Work
         float *query = work.query + h * queries * width, *sums = work.sums + h * queries * width;
         multiply<false>(query, width, work.keys + h * panel, TILE, work.scores, TILE, queries,
                         round_up(tile.count, LANES), a.dim);
-        for (int64_t i = 0; i < queries; ++i) {
-            int64_t position = a.position(item.request, item.row + i / a.group());
-            int64_t low = std::max<int64_t>(0, a.first_visible(position) - tile.begin);
-            int64_t high = std::min(tile.count, std::max<int64_t>(0, position + 1 - tile.begin));
-            update_row(work.scores + i * TILE, tile.count, low, high, a.softcap, work.state[h * queries + i],
-                       sums + i * width, width);
-        }
+        update_head(a, item, tile, work, h, work.scores);
         multiply<true>(work.scores, TILE, work.values + h * panel, width, sums, width, queries, width, tile.count);
     }
+}
+
+// For few queries: keys and values are used where they lie. While the keys of a tile are multiplied its values are
+// fetched, and with the values the keys of the next tile; all heads of a row in turn, in the order of the memory.
+template <int QUERIES, typename T>
+void attend_tile_in_place(const Attention<T>& a, const Item& item, const Tile& tile, const Tile& next,
+                          Workspace& work) {
+    int64_t width = a.padded_dim(), panel = QUERIES * TILE;
+    Fetcher<T> values_ahead(value_rows(a, item, tile, 0), item.heads, a.value_strides.head);
+    Fetcher<T> keys_ahead(key_rows(a, item, next, 0), item.heads, a.key_strides.head);
+    for (int64_t t = 0; t < tile.count; t += LANES)
+        for (int64_t h = 0; h < item.heads; ++h)
+            multiply_by_rows<QUERIES>(work.query + h * QUERIES * width, width, key_rows(a, item, tile, h), t,
+                                      work.scores + h * panel, TILE, values_ahead);
+    for (int64_t h = 0; h < item.heads; ++h) {
+        update_head(a, item, tile, work, h, work.scores + h * panel);
+        add_weighted_rows<QUERIES>(work.scores + h * panel, TILE, value_rows(a, item, tile, h),
+                                   work.sums + h * QUERIES * width, width, keys_ahead);
+    }
+}
+
+// Chooses the instance for `queries`, 1 to QUERIES.
+template <typename T, int QUERIES = MAX_IN_PLACE>
+void attend_tile_in_place(const Attention<T>& a, const Item& item, const Tile& tile, const Tile& next, Workspace& work,
+                          int64_t queries) {
+    if (queries == QUERIES) return attend_tile_in_place<QUERIES>(a, item, tile, next, work);
+    if constexpr (QUERIES > 1) attend_tile_in_place<T, QUERIES - 1>(a, item, tile, next, work, queries);
 }
 
 template <typename T>
@@ -320,10 +375,15 @@ void attend_item(const Attention<T>& a, const Item& item, Workspace work, Partia
         work.sums = partial_sums + item.partial * a.padded_dim();
     }
     load_queries(a, item, work);
-    for (int64_t begin = item.begin; begin < item.end;) {
-        Tile tile = locate(a, item, begin);
-        attend_tile(a, item, tile, work);
-        begin += tile.count;
+    int64_t queries = item.rows * a.group();
+    Tile tile = locate(a, item, item.begin);
+    while (tile.count > 0) {
+        Tile next = locate(a, item, tile.begin + tile.count);
+        if (in_place(a, item))
+            attend_tile_in_place(a, item, tile, next, work, queries);
+        else
+            attend_tile_unpacked(a, item, tile, work);
+        tile = next;
     }
     if (item.partial >= 0) return;
     for_each_row(a, item, [&](int64_t index, int64_t token, int64_t head) {
@@ -369,7 +429,7 @@ void attend(const Attention<T>& a, int threads) {
     for (const Item& item : items) {
         rows = std::max(rows, item.heads * item.rows * a.group());
         heads = std::max(heads, item.heads);
-        item_rows = std::max(item_rows, item.rows * a.group());
+        item_rows = std::max(item_rows, item.rows * a.group() * (in_place(a, item) ? item.heads : 1));
     }
     int64_t work_size = round_up(Workspace::floats(rows, item_rows, width, heads), 16);
     Buffer work_memory = allocate(work_size * threads), partial_sums = allocate(num_partials * width);

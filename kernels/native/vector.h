@@ -169,4 +169,17 @@ inline void transpose(Vec (&rows)[LANES]) {
     if constexpr (DISTANCE > 1) transpose<DISTANCE / 2>(rows);
 }
 
+// Lane i: the sum of all lanes of rows[i].
+template <int COUNT = LANES>
+inline Vec sums_of_rows(Vec (&rows)[LANES]) {
+    if constexpr (COUNT == 1) return rows[0];
+    constexpr int HALF = COUNT / 2;
+#pragma GCC unroll 16
+    for (int i = 0; i < HALF; ++i) {
+        exchange<HALF>(rows[i], rows[i + HALF], std::make_integer_sequence<int, LANES>{});
+        rows[i] += rows[i + HALF];
+    }
+    if constexpr (COUNT > 1) return sums_of_rows<HALF>(rows);
+}
+
 }  // namespace servetwin
