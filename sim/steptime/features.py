@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from servetwin.sim.steptime.plan_rows import PlanRow
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,12 @@ class StepFeatures:
     """Sum over prefill rows of query tokens x tokens read: the attention work of chunks."""
     prefill_context_tokens: Ints
     """Sum over prefill rows of the tokens their attention reads, the new ones included."""
+    largest_chunk_tokens: Ints
+    """New tokens of the prefill row that has most (0 without one) ..."""
+    largest_chunk_context_tokens: Ints
+    """... and the tokens its attention reads, the new ones included."""
+    new_requests: Ints
+    """Requests that are scheduled for the first time, or again after a preemption."""
 
     def __len__(self) -> int:
         return len(self.new_tokens)
@@ -47,11 +54,12 @@ class StepModel(Protocol):
         ...
 
 
-def features_of(rows: list[PlanRow]) -> StepFeatures:
+def features_of(rows: list[PlanRow], new_requests: int = 0) -> StepFeatures:
     """The features of one step (n = 1)."""
     decode = [r for r in rows if r.is_decode]
     prefill = [r for r in rows if not r.is_decode]
     contexts = [r.num_computed_tokens + r.num_scheduled_tokens for r in decode]
+    largest = max(((r.num_scheduled_tokens, r.num_computed_tokens) for r in prefill), default=(0, 0))
     return StepFeatures(
         new_tokens=_one(sum(r.num_scheduled_tokens for r in rows)),
         rows=_one(len(rows)),
@@ -65,6 +73,9 @@ def features_of(rows: list[PlanRow]) -> StepFeatures:
             sum(r.num_scheduled_tokens * (r.num_computed_tokens + r.num_scheduled_tokens) for r in prefill)
         ),
         prefill_context_tokens=_one(sum(r.num_computed_tokens + r.num_scheduled_tokens for r in prefill)),
+        largest_chunk_tokens=_one(largest[0]),
+        largest_chunk_context_tokens=_one(sum(largest)),
+        new_requests=_one(new_requests),
     )
 
 
