@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from servetwin.sim import sampling_values as values
 
@@ -354,6 +354,34 @@ class DraftTokenIds:
     draft_token_ids: list[list[int]]
 
 
+class StepShape(NamedTuple):
+    """What the duration of a step depends on. A row is prefill until only its last known token is left to compute."""
+
+    new_tokens: int
+    """Tokens computed."""
+    rows: int
+    """Scheduled requests."""
+    logits_rows: int
+    """Requests that sample a token."""
+    decode_rows: int
+    decode_context_tokens: int
+    """Sum over decode rows of the tokens their attention reads, the new ones included."""
+    decode_context_max_tokens: int
+    """Largest of these (0 without decode rows)."""
+    prefill_tokens: int
+    prefill_rows: int
+    prefill_pairs: int
+    """Sum over prefill rows of new tokens x tokens read: the attention work of chunks."""
+    prefill_context_tokens: int
+    """Sum over prefill rows of the tokens their attention reads, the new ones included."""
+    largest_chunk_tokens: int
+    """New tokens of the prefill row that has most (0 without one) ..."""
+    largest_chunk_context_tokens: int
+    """... and the tokens its attention reads, the new ones included."""
+    new_requests: int
+    """Requests of which the plan says everything: those that were admitted."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """A step's output and how long it took, in integer nanoseconds."""
@@ -371,6 +399,10 @@ class StepResult:
     """Speculative decoding with synchronous scheduling: drafts for the next step."""
     parts: dict[str, int] = field(default_factory=dict)
     """Split of device_ns where known, e.g. {"forward_ns": ..., "sample_ns": ...}."""
+    shape: StepShape | None = None
+    """What the duration was computed from; None where it was not computed."""
+    outside: bool = False
+    """The duration is extrapolated: the step lies outside the region that was measured."""
 
 
 class StepTimer(Protocol):

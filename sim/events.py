@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 from servetwin.sim.contract import StepResult
 from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
 from servetwin.sim.residency import Residency, ResidencyTracker
-from servetwin.sim.tables import NEVER, Columns, Part, Tables
+from servetwin.sim.steptime.features import shape_of
+from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
+from servetwin.sim.tables import NEVER, SHAPE_COLUMNS, Columns, Part, Tables
 from servetwin.sim.timeline import StepTimes
 from servetwin.sim.units import seconds_to_ns
 from servetwin.sim.waits import WaitTracker
@@ -87,6 +89,7 @@ class EventLog:
         self._waits = WaitTracker(self._wait_ended)
         self._residencies = ResidencyTracker(self._residency_ended)
         self._steps = 0
+        self._plans = PlanReader()
         self._flush_at_step = FIRST_FLUSH_STEPS
 
     # ------------------------------------------------------------ what the driver tells
@@ -246,7 +249,16 @@ class EventLog:
             times.device_start_ns,
             end_ns,
             result.graph_tokens,
+            int(result.outside),
+            *self._shape_columns(frame, result),
         )
+
+    def _shape_columns(self, frame: Frame, result: StepResult) -> Iterator[int]:
+        shape = result.shape
+        if shape is None:
+            # Plans say what changes, so all must be read in order, by the timer or here.
+            shape = shape_of(self._plans.rows(frame.plan), num_admitted(frame.plan))
+        return (getattr(shape, name) for name in SHAPE_COLUMNS)
 
     def _note_outputs(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
         """The one loop over all rows of a step, so kept short."""

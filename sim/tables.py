@@ -79,6 +79,16 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "device_start_s": "time",
         "end_s": "time",
         "graph_tokens": "count or null",
+        "predicted_outside": "count or null",
+        "logits_rows": "count or null",
+        "decode_context_tokens": "count or null",
+        "decode_context_max_tokens": "count or null",
+        "prefill_rows": "count or null",
+        "prefill_pairs": "count or null",
+        "prefill_context_tokens": "count or null",
+        "largest_chunk_tokens": "count or null",
+        "largest_chunk_context_tokens": "count or null",
+        "new_requests": "count or null",
     },
     "events": {
         "time_s": "time",
@@ -104,7 +114,20 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
 """`itl` holds the gaps between the outputs of a request, pooled: `samples` gaps of `gap_s` ended at `time_s`.
 Negative `samples` take back the gaps of a request that did not complete (aborted, or open at the end)."""
 
-LATER_COLUMNS = frozenset(["graph_tokens", "sent_s"])
+SHAPE_COLUMNS = (
+    "logits_rows",
+    "decode_context_tokens",
+    "decode_context_max_tokens",
+    "prefill_rows",
+    "prefill_pairs",
+    "prefill_context_tokens",
+    "largest_chunk_tokens",
+    "largest_chunk_context_tokens",
+    "new_requests",
+)
+"""What the duration of a step depends on besides its tokens and rows (`contract.StepShape`)."""
+
+LATER_COLUMNS = frozenset(["graph_tokens", "sent_s", "predicted_outside", *SHAPE_COLUMNS])
 """Columns that runs of this schema version may lack; they read as null then."""
 
 ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}

@@ -22,6 +22,7 @@ from servetwin.sim.contract import (
     ModelRunnerOutput,
     SamplingParams,
     SchedulerOutput,
+    StepShape,
     StepTimer,
 )
 from servetwin.sim.engine_core import EngineCore
@@ -72,6 +73,10 @@ def engine_config(
         speculative=speculative,
         rules=rules or Rules.exact(),
     )
+
+
+NO_SHAPE = StepShape(*[0] * len(StepShape._fields))
+"""Of a step of which no plan says what is in it."""
 
 
 def some_tokens(name: str, count: int) -> list[int]:

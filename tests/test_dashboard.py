@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from engines import NO_SHAPE
 
 pytest.importorskip("streamlit", reason="needs the extra `dashboard`")
 
@@ -45,7 +46,7 @@ def write_run(path: Path, state: str = "complete") -> Path:
         log.scheduled(frame)
         ended = n == 2
         outputs = EngineCoreOutputs({"a": [7]}, {"a": Finish("length", None)} if ended else {})
-        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "constant")
+        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "constant", shape=NO_SHAPE)
         log.stepped(frame, result, StepTimes(0, n * S, n * S, (n + 1) * S), (n + 1) * S, outputs)
     log.close(3 * S)
     if state == "complete":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from engines import NO_SHAPE
 
 from servetwin.sim.contract import CachedRequestData, ModelRunnerOutput, SchedulerOutput, StepResult
 from servetwin.sim.events import EventLog, MemorySink
@@ -50,7 +51,9 @@ class Story:
 
     def update(self, frame: Frame, at: int, *tokens: str, **finished: str) -> None:
         """The step ends: one token each for `tokens`; `finished` gives finish reasons."""
-        result = StepResult(0, at * S - frame.start_ns, ModelRunnerOutput([], {}, []), "story")
+        result = StepResult(
+            0, at * S - frame.start_ns, ModelRunnerOutput([], {}, []), "story", shape=NO_SHAPE
+        )
         outputs = EngineCoreOutputs(
             {r: [7] for r in tokens}, {r: Finish(f, None) for r, f in finished.items()}
         )
@@ -219,7 +222,7 @@ def test_a_step_says_where_it_lay_on_the_lanes() -> None:
     story = Story()
     story.log.arrived(request("a"), 0)
     frame = story.schedule(1, {"a": 4}, admitted=[Admission("a", False, 0, 1)])
-    result = StepResult(2 * S, 4 * S, ModelRunnerOutput([], {}, []), "story")
+    result = StepResult(2 * S, 4 * S, ModelRunnerOutput([], {}, []), "story", shape=NO_SHAPE)
     times = StepTimes(1 * S, 3 * S, 6 * S, 10 * S, update_ns=5 * S)
     story.log.stepped(frame, result, times, 15 * S, EngineCoreOutputs({"a": [7]}))
     story.log.close(15 * S)
@@ -243,7 +246,7 @@ def test_several_tokens_in_a_step_are_one_output() -> None:
     story.log.arrived(request("a"), 0)
     for end, tokens in ((1, [1]), (2, [2, 3, 4, 5]), (3, [6, 7, 8, 9])):
         frame = story.schedule(end - 1, {"a": len(tokens)})
-        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "story")
+        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "story", shape=NO_SHAPE)
         times = StepTimes(0, frame.start_ns, frame.start_ns, end * S)
         finished = {"a": Finish("length", None)} if end == 3 else {}
         story.log.stepped(frame, result, times, end * S, EngineCoreOutputs({"a": tokens}, finished))
@@ -325,7 +328,7 @@ def test_the_padded_size_of_a_graph_is_null_where_none_ran() -> None:
     story.log.arrived(request("a"), 0)
     for step, size in enumerate([None, 8]):
         frame = story.schedule(step, {"a": 1})
-        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "story", graph_tokens=size)
+        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "story", graph_tokens=size, shape=NO_SHAPE)
         times = StepTimes(0, frame.start_ns, frame.start_ns, (step + 1) * S)
         story.log.stepped(frame, result, times, (step + 1) * S, EngineCoreOutputs({"a": [1]}, {}))
     story.log.close(2 * S)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import engine_config, spec
+from engines import NO_SHAPE, engine_config, spec
 from engines import serve as serve_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -343,7 +343,7 @@ def test_on_the_wall_clock_sending_and_the_next_schedule_call_take_time() -> Non
         0, 3_000_000, plan, ScheduleRecord(admitted=[Admission("a", resumed=False, hit_tokens=0, blocks=1)])
     )
     log.scheduled(frame)
-    result = StepResult(0, 7_000_000, ModelRunnerOutput([], {}, []), "story")
+    result = StepResult(0, 7_000_000, ModelRunnerOutput([], {}, []), "story", shape=NO_SHAPE)
     times = StepTimes(0, 3_000_000, 3_000_000, 10_000_000)
     outputs = EngineCoreOutputs({"a": [7]}, {"a": Finish("length", None)})
     log.stepped(frame, result, times, 10_000_000, outputs)

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from engines import Engine, engine_config, preempted, scheduled, serve, spec
+from engines import NO_SHAPE, Engine, engine_config, preempted, scheduled, serve, spec
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -207,7 +207,8 @@ def test_05_an_abort_just_before_the_schedule_leaves_an_empty_plan() -> None:
     assert frame.plan.total_num_scheduled_tokens == 0
     assert frame.plan.finished_req_ids == {"r"}
     timer = ModelledStepTimer(ConstantStepModel(7), TokenSource(1000), "constant")
-    assert timer.run(frame.plan) == StepResult(0, 0, ModelRunnerOutput([], {}, []), "constant")
+    result = StepResult(0, 0, ModelRunnerOutput([], {}, []), "constant", shape=NO_SHAPE)
+    assert timer.run(frame.plan) == result
     engine.complete(frame)
     assert not engine.core.has_work()
 

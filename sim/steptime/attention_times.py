@@ -84,7 +84,7 @@ class AttentionTimes:
 
 
 def regimes(points: Floats) -> NDArray[np.str_]:
-    """"decode", "prefill", "mixed" or "empty" for calls [n, 4]."""
+    """ "decode", "prefill", "mixed" or "empty" for calls [n, 4]."""
     prefill, decode = points[:, 0] > 0, points[:, 2] > 0
     return np.select([prefill & decode, prefill, decode], ["mixed", "prefill", "decode"], "empty")
 

@@ -16,5 +16,7 @@ def padded_tokens(features: StepFeatures, capture_sizes: Sequence[int]) -> Ints:
         return tokens
     sizes = np.array(sorted(capture_sizes), dtype=np.int64)
     graphed = (features.prefill_rows == 0) & (tokens > 0) & (tokens <= sizes[-1])
-    padded: Ints = np.where(graphed, sizes[np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)], tokens)
+    padded: Ints = np.where(
+        graphed, sizes[np.minimum(np.searchsorted(sizes, tokens), len(sizes) - 1)], tokens
+    )
     return padded

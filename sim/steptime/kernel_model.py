@@ -113,7 +113,9 @@ class KernelStepModel:
         uneven = call.copy()
         uneven[:, 3] = longest
         further, count = _further_chunks(features)
-        equal, of_longest, alone = self.times.attention(*np.concatenate([call, uneven, further]).T).reshape(3, -1)
+        equal, of_longest, alone = self.times.attention(*np.concatenate([call, uneven, further]).T).reshape(
+            3, -1
+        )
         skew = np.zeros(len(equal))
         if self.times.skew is not None:
             alpha = self.times.skew.alpha(call[:, 2], features.prefill_rows > 0)

@@ -147,5 +147,14 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise TableError(f"{path}: is not YAML ({str(e).splitlines()[0]})") from e
     if not isinstance(meta, dict):
         raise TableError(f"{path}: must be a mapping")
-    names = ("gpu", "hardware", "model", "architecture", "vllm_version", "cuda_version", "profiled_at", "variant")
+    names = (
+        "gpu",
+        "hardware",
+        "model",
+        "architecture",
+        "vllm_version",
+        "cuda_version",
+        "profiled_at",
+        "variant",
+    )
     return {name: str(meta[name]) for name in names if name in meta}

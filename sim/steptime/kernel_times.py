@@ -37,7 +37,8 @@ class KernelTimes:
             attention=AttentionTimes(tables.attention),
             dense={name: Staircase(rows["tokens"], rows["time_us"]) for name, rows in tables.dense.items()},
             per_sequence={
-                name: Staircase(rows["sequences"], rows["time_us"]) for name, rows in tables.per_sequence.items()
+                name: Staircase(rows["sequences"], rows["time_us"])
+                for name, rows in tables.per_sequence.items()
             },
             skew=None if tables.skew is None else SkewTimes(tables.skew),
             floor_us=float(tables.attention["time_us"].min()),

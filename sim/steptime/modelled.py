@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult
+from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult, StepShape
 from servetwin.sim.steptime.drafting import DraftModel
-from servetwin.sim.steptime.features import Ints, StepFeatures, StepModel, features_of
-from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
+from servetwin.sim.steptime.features import Bools, Ints, StepFeatures, StepModel, shape_of
+from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow, num_admitted
 from servetwin.sim.token_source import TokenSource
 
 
@@ -39,6 +40,7 @@ class ModelledStepTimer:
         self, model: StepModel, tokens: TokenSource, source: str, drafts: DraftModel | None = None
     ) -> None:
         self._model = model
+        self._outside: Callable[[StepFeatures], Bools] | None = getattr(model, "outside", None)
         self._drafts = drafts
         self._tokens = tokens
         self._source = source
@@ -46,16 +48,26 @@ class ModelledStepTimer:
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = self._reader.rows(plan)
-        duration = int(self._model.durations_ns(features_of(rows))[0]) if rows else 0
-        if rows and duration < 1:
-            raise ValueError(
-                f"the step model {self._source!r} gives {duration} ns for a step of "
-                f"{plan.total_num_scheduled_tokens} tokens; a step with tokens must take at least 1 ns"
-            )
+        shape = shape_of(rows, num_admitted(plan))
+        duration, outside = self._duration(shape) if rows else (0, False)
         if self._drafts is None:
-            return StepResult(0, duration, self._output(rows), self._source)
-        output, draft_token_ids = self._drafts.run(plan, rows)
-        return StepResult(0, duration, output, self._source, draft_token_ids=draft_token_ids)
+            output, draft_token_ids = self._output(rows), None
+        else:
+            output, draft_token_ids = self._drafts.run(plan, rows)
+        return StepResult(
+            0, duration, output, self._source, draft_token_ids=draft_token_ids, shape=shape, outside=outside
+        )
+
+    def _duration(self, shape: StepShape) -> tuple[int, bool]:
+        """(ns, whether that is extrapolated)"""
+        features = StepFeatures.of([shape])
+        duration = int(self._model.durations_ns(features)[0])
+        if duration < 1:
+            raise ValueError(
+                f"the step model {self._source!r} gives {duration} ns for a step of {shape.new_tokens} tokens; "
+                "a step with tokens must take at least 1 ns"
+            )
+        return duration, self._outside is not None and bool(self._outside(features)[0])
 
     def _output(self, rows: list[PlanRow]) -> ModelRunnerOutput:
         return ModelRunnerOutput(

@@ -30,6 +30,11 @@ class PlanRow:
         return self.num_computed_tokens + self.num_scheduled_tokens >= self.num_tokens
 
 
+def num_admitted(plan: SchedulerOutput) -> int:
+    """Requests that come into the running batch with this plan."""
+    return len(plan.scheduled_new_reqs) + len(plan.scheduled_cached_reqs.resumed_req_ids)
+
+
 class PlanReader:
     """Turns the plans of one run, in order, into rows."""
 

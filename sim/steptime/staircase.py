@@ -61,7 +61,5 @@ def _cross_validated(x: Floats, y: Floats, tile: int | None) -> float:
     """Mean absolute log-error of the inner points, each left out."""
     if len(x) < 3:
         return 0.0
-    foretold = [
-        _at(np.delete(x, i), np.delete(y, i), x[i : i + 1], tile)[0] for i in range(1, len(x) - 1)
-    ]
+    foretold = [_at(np.delete(x, i), np.delete(y, i), x[i : i + 1], tile)[0] for i in range(1, len(x) - 1)]
     return float(np.abs(np.log(np.array(foretold) / y[1:-1])).mean())
