@@ -1,0 +1,1 @@
+"""A simulated run beside a measured one: how far apart they are, and why."""

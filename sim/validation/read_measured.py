@@ -1,0 +1,231 @@
+"""Reads measured runs from their folders and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+
+from servetwin.sim.runs import RunFolderError, is_run_folder, read_run
+from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+REQUESTS, META, SERIES = "requests.jsonl", "meta.json", "timeseries.csv"
+_LLMSERVINGSIM = {
+    "request_id": "request_id",
+    "input_toks": "prompt_tokens",
+    "output_toks": "output_tokens",
+    "arrival_time": "arrival_s",
+    "queued_ts": "queued_s",
+    "scheduled_ts": "first_scheduled_s",
+    "first_token_ts": "first_token_s",
+    "last_token_ts": "last_token_s",
+}
+_CLOCK = ("queued_s", "first_scheduled_s", "first_token_s", "last_token_s")
+
+
+def read_measured(path: str | Path) -> MeasuredRun:
+    """Raises MeasuredRunError (what is missing, with the row), RunFolderError, OSError."""
+    path = Path(path)
+    if not path.exists():
+        raise MeasuredRunError(f"{path}: no such file or folder")
+    if is_run_folder(path):
+        return _run_folder(path)
+    if path.is_dir() and (path / REQUESTS).is_file():
+        return _request_lines(path)
+    if path.is_file():
+        return _bench_result(path)
+    raise MeasuredRunError(
+        f"{path}: is neither a run folder, nor a folder with {REQUESTS}, nor a result of vllm bench serve"
+    )
+
+
+# ---------------------------------------------------------------- our runs
+
+
+def _run_folder(path: Path) -> MeasuredRun:
+    run = read_run(path)
+    if run.state == "running":
+        raise RunFolderError(f"{path}: the run has not ended")
+    done = run.requests[run.requests["finish_reason"].isin(["length", "stop"])]
+    requests = done.rename(
+        columns={"num_prompt_tokens": "prompt_tokens", "num_output_tokens": "output_tokens"}
+    ).reset_index(drop=True)
+    steps = run.steps
+    usable = steps["used_blocks"] + steps["cached_free_blocks"] + steps["free_blocks"]
+    curves = steps.assign(time_s=steps["start_s"], kv_percent=100 * steps["used_blocks"] / usable)
+    header = run.header
+    return MeasuredRun(
+        source="run folder",
+        path=str(path),
+        requests=_checked(requests, path),
+        engine=_engine_of(run.config),
+        hardware=(header.get("executor") or {}).get("device"),
+        curves=curves[["time_s", "running", "waiting", "kv_percent"]],
+    )
+
+
+def _engine_of(config: dict[str, Any]) -> dict[str, Any]:
+    engine = config.get("engine", {})
+    scheduler, cache, model = (engine.get(name, {}) for name in ("scheduler", "cache", "model"))
+    names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "async_scheduling")
+    found = {name: scheduler.get(name) for name in (*names, "enable_chunked_prefill")}
+    found |= {name: cache.get(name) for name in ("block_size", "enable_prefix_caching")}
+    found |= {"num_gpu_blocks_override": cache.get("num_gpu_blocks"), "max_model_len": model.get("max_model_len")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# ---------------------------------------------------------------- LLMServingSim's
+
+
+def _request_lines(folder: Path) -> MeasuredRun:
+    import pandas as pd
+
+    path = folder / REQUESTS
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as e:
+            raise MeasuredRunError(f"{path}, row {number}: is not JSON ({e})") from e
+        if not isinstance(row, dict):
+            raise MeasuredRunError(f"{path}, row {number}: must be an object")
+        for name in _LLMSERVINGSIM:
+            if name not in row:
+                raise MeasuredRunError(f"{path}, row {number}: {name} is missing")
+        rows.append({ours: row[name] for name, ours in _LLMSERVINGSIM.items()})
+    if not rows:
+        raise MeasuredRunError(f"{path}: there are no requests")
+    frame = pd.DataFrame(rows)
+    meta = _read_meta(folder / META)
+    return MeasuredRun(
+        source="requests.jsonl",
+        path=str(folder),
+        requests=_checked(_on_one_clock(frame, path), path),
+        engine=_engine_of_meta(meta),
+        hardware=meta.get("hardware", {}).get("device_name"),
+        curves=_series(folder / SERIES),
+    )
+
+
+def _on_one_clock(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Arrivals are of the client's clock, the rest of the engine's: joined where a request was queued soonest."""
+    frame = frame.sort_values("arrival_s", kind="stable").reset_index(drop=True)
+    for name in ("arrival_s", *_CLOCK):
+        frame[name] = _numbers(frame, name, path)
+    engine_behind_client_s = float((frame["queued_s"] - frame["arrival_s"]).min())
+    origin_s = float(frame["arrival_s"].iloc[0])
+    frame["arrival_s"] -= origin_s
+    for name in _CLOCK:
+        frame[name] -= engine_behind_client_s + origin_s
+    return frame
+
+
+def _numbers(frame: pd.DataFrame, name: str, path: Path) -> Any:
+    import pandas as pd
+
+    numbers = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64)
+    bad = ~np.isfinite(numbers)
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        raise MeasuredRunError(
+            f"{path}: {name} {frame[name].iloc[row]!r} of request {frame['request_id'].iloc[row]!r} "
+            "must be a number of seconds"
+        )
+    return numbers
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        meta = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as e:
+        raise MeasuredRunError(f"{path}: is not JSON ({e})") from e
+    return meta if isinstance(meta, dict) else {}
+
+
+def _engine_of_meta(meta: dict[str, Any]) -> dict[str, Any]:
+    asked = meta.get("engine_kwargs", {})
+    cache = meta.get("kv_cache", {})
+    scheduler = meta.get("resolved_config_subset", {}).get("scheduler_config", {})
+    names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "async_scheduling")
+    found: dict[str, Any] = {name: scheduler.get(name, asked.get(name)) for name in names}
+    found["tensor_parallel_size"] = asked.get("tensor_parallel_size")
+    found["max_model_len"] = asked.get("max_model_len")
+    found["num_gpu_blocks_override"] = cache.get("num_gpu_blocks")
+    found |= {name: cache.get(name) for name in ("block_size", "enable_prefix_caching")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _series(path: Path) -> pd.DataFrame | None:
+    if not path.is_file():
+        return None
+    import pandas as pd
+
+    frame = pd.read_csv(path).rename(columns={"t": "time_s", "kv_cache_pct": "kv_percent"})
+    for name in ("time_s", "running", "waiting"):
+        if name not in frame.columns:
+            raise MeasuredRunError(f"{path}: there is no column {name!r}")
+    # A column of zeros was not recorded: requests hold blocks.
+    if "kv_percent" not in frame.columns or not frame["kv_percent"].any():
+        frame["kv_percent"] = np.nan
+    return frame[["time_s", "running", "waiting", "kv_percent"]]
+
+
+# ---------------------------------------------------------------- vllm bench serve
+
+
+def _bench_result(path: Path) -> MeasuredRun:
+    import pandas as pd
+
+    try:
+        result = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as e:
+        raise MeasuredRunError(f"{path}: is not one JSON document ({e})") from e
+    arrays = ("input_lens", "output_lens", "start_times", "ttfts", "itls")
+    for name in arrays:
+        if not isinstance(result, dict) or not isinstance(result.get(name), list) or not result[name]:
+            raise MeasuredRunError(
+                f"{path}: {name} is missing: vllm bench serve writes it with --save-result --save-detailed"
+            )
+    counts = {len(result[name]) for name in arrays}
+    if len(counts) > 1:
+        raise MeasuredRunError(f"{path}: {', '.join(arrays)} must be of one length, found {sorted(counts)}")
+    frame = pd.DataFrame({"prompt_tokens": result["input_lens"], "output_tokens": result["output_lens"]})
+    frame["request_id"] = [f"request-{place}" for place in range(len(frame))]
+    frame["arrival_s"] = np.array(result["start_times"], dtype=np.float64)
+    frame["arrival_s"] -= frame["arrival_s"].min()
+    frame["first_token_s"] = frame["arrival_s"] + np.array(result["ttfts"], dtype=np.float64)
+    frame["last_token_s"] = frame["first_token_s"] + [float(sum(gaps)) for gaps in result["itls"]]
+    frame["queued_s"] = frame["first_scheduled_s"] = np.nan
+    served = frame[frame["output_tokens"] > 0].sort_values("arrival_s", kind="stable").reset_index(drop=True)
+    engine = {"max_concurrency": result.get("max_concurrency")}
+    return MeasuredRun(
+        source="vllm bench serve",
+        path=str(path),
+        requests=_checked(served, path),
+        engine={name: value for name, value in engine.items() if value is not None},
+    )
+
+
+def _checked(requests: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Raises MeasuredRunError where a request ends before it began."""
+    if requests.empty:
+        raise MeasuredRunError(f"{path}: no request was completed")
+    order = (("first_token_s", "last_token_s"), ("first_scheduled_s", "first_token_s"), ("queued_s", "first_token_s"))
+    for earlier, later in order:
+        wrong = requests[requests[later] < requests[earlier]]
+        if len(wrong):
+            first = wrong.iloc[0]
+            raise MeasuredRunError(
+                f"{path}: request {first['request_id']!r} has {later} {first[later]:.6f} before {earlier} "
+                f"{first[earlier]:.6f}"
+            )
+    return requests
