@@ -49,7 +49,7 @@ from servetwin.workloads.modulated import MMPP
 from servetwin.workloads.quantiles import quantiles_of, values_at
 from servetwin.workloads.reuse_points import prefixed_prompts, reuse_points
 from servetwin.workloads.streams import stream
-from servetwin.workloads.ticks import find_tick_s
+from servetwin.workloads.statistics.ticks import find_ticks
 from servetwin.workloads.traces import Trace
 from servetwin.workloads.two_sample import two_sample
 
@@ -178,9 +178,9 @@ def test_ticks_are_recognised_and_spread_before_the_fit():
 
 
 def test_a_clock_finer_than_the_gaps_is_left_alone():
-    assert find_tick_s(np.floor(times_of(Poisson(rate_per_s=4.0)) * 1000) / 1000) is None
-    assert find_tick_s(times_of(Poisson(rate_per_s=4.0))) is None
-    assert find_tick_s(np.floor(times_of(Poisson(rate_per_s=0.3)))) == pytest.approx(1.0)
+    assert find_ticks(np.floor(times_of(Poisson(rate_per_s=4.0)) * 1000) / 1000) is None
+    assert find_ticks(times_of(Poisson(rate_per_s=4.0))) is None
+    assert find_ticks(np.floor(times_of(Poisson(rate_per_s=0.3)))).tick_s == pytest.approx(1.0)
 
 
 def test_gaps_like_none_of_the_processes_are_taken_as_observed():

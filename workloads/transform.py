@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from servetwin.workloads.checks import check_count, check_positive
 from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.spec import MAX_TIME_S, RequestSpec, WorkloadError
-from servetwin.workloads.statistics.arrivals import Times, find_ticks, independent_times
+from servetwin.workloads.statistics.ticks import Times, find_crowded_ticks
 from servetwin.workloads.streams import stream
 
 
@@ -94,14 +94,14 @@ def first_of(requests: Sequence[RequestSpec], n: int) -> RequestColumns:
 
 
 def ticks_spread(requests: Sequence[RequestSpec], *, seed: int = 0) -> RequestColumns:
-    """Quantised arrivals drawn uniformly from their tick: up to the next instant, at most a median tick away.
+    """Quantised arrivals drawn uniformly from their tick: up to the next instant, at most a tick away.
 
     Requests keep their order; those of one session that stand at one instant move together. Times of giving up move
     with their arrivals. Raises WorkloadError for arrivals that are not quantised.
     """
     columns = as_columns(requests)
     times_s = columns.arrival_s
-    ticks = find_ticks(independent_times(columns))
+    ticks = find_crowded_ticks(columns)
     if ticks is None:
         raise WorkloadError(
             f"arrivals are not quantised: {len(np.unique(times_s)):,} instants among {len(times_s):,} requests"

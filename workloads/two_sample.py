@@ -20,7 +20,9 @@ from servetwin.workloads.lengths import IntArray
 from servetwin.workloads.reuse_points import prefixed_prompts, reuse_points
 from servetwin.workloads.session_turns import SessionTurns, has_sessions, session_turns
 from servetwin.workloads.spec import RequestSpec
-from servetwin.workloads.ticks import find_tick_s, spread_ticks
+from servetwin.workloads.statistics.arrivals import arrival_figures
+from servetwin.workloads.statistics.lengths import correlation
+from servetwin.workloads.statistics.ticks import find_ticks, spread_ticks
 
 T = TypeVar("T")
 Pair = tuple[T | None, T | None]
@@ -36,9 +38,14 @@ POINTS_ALIKE, POINTS_CLOSE = 3.0, 8.0
 CORRELATION_ALIKE, CORRELATION_CLOSE = 0.05, 0.15
 PREFIX_PROMPTS = 20_000
 """The first ones, at most, of which prefix reuse is compared."""
-DISPERSION_BIN_S = 1.0
-MIN_BINS = 10
-"""Needed for an index of dispersion."""
+MIN_SPAN_S = 10.0
+"""Needed for an index of dispersion at 1 s."""
+VERDICTS = (
+    f"alike / close: distributions by KS up to {KS_ALIKE:g} (or p from {P_ALIKE:g} on) / {KS_CLOSE:g}; rates, CV and "
+    f"dispersion apart by up to {RATIO_ALIKE:.0%} / {RATIO_CLOSE:.0%} of the larger; percentages by {POINTS_ALIKE:g} / "
+    f"{POINTS_CLOSE:g} points; rank_correlation by {CORRELATION_ALIKE:g} / {CORRELATION_CLOSE:g}; else differs"
+)
+"""What the verdicts go by, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,36 +106,29 @@ class _Sample:
         times_s = self.requests.arrival_s
         if self.sessions is not None and self.requests.has("think_time_s"):
             times_s = np.sort(self.sessions.arrival_s[self.sessions.first])
-        self.tick_s = find_tick_s(times_s)
-        self.times_s = times_s if self.tick_s is None else spread_ticks(times_s, self.tick_s)
+        self.ticks = find_ticks(times_s)
+        self.times_s = times_s if self.ticks is None else spread_ticks(times_s, self.ticks.tick_s)
+        self.arrivals = arrival_figures(self.times_s)
+        """None: all arrive at one time."""
 
     @property
     def gaps_s(self) -> FloatArray | None:
-        """None: all arrive at one time."""
-        return np.diff(self.times_s) if self.times_s[-1] > self.times_s[0] else None
+        return None if self.arrivals is None else np.diff(self.times_s)
 
     def rate_per_s(self) -> float | None:
-        gaps = self.gaps_s
-        return None if gaps is None else len(self.times_s) / float(gaps.sum())
+        return None if self.arrivals is None else self.arrivals.rate_per_s
 
     def gap_cv(self) -> float | None:
-        gaps = self.gaps_s
-        return None if gaps is None else float(gaps.std() / gaps.mean())
+        return None if self.arrivals is None else self.arrivals.gap_cv
 
     def dispersion(self) -> float | None:
-        """Variance over mean of the requests per bin."""
-        since_s = self.times_s - self.times_s[0]
-        bins = int(since_s[-1] / DISPERSION_BIN_S)
-        if bins < MIN_BINS:
-            return None
-        counts = np.histogram(since_s, bins=bins, range=(0.0, bins * DISPERSION_BIN_S))[0]
-        return float(counts.var() / counts.mean())
+        a = self.arrivals
+        return None if a is None or a.span_s < MIN_SPAN_S else a.dispersion_1s
 
     def rank_correlation(self) -> float | None:
         from scipy.stats import rankdata
 
-        ranks = np.stack([rankdata(self.requests.prompt_tokens), rankdata(self.requests.output_tokens)])
-        return float(np.corrcoef(ranks)[0, 1]) if (ranks.std(axis=1) > 0).all() else None
+        return correlation(rankdata(self.requests.prompt_tokens), rankdata(self.requests.output_tokens))
 
     def context_percent(self) -> float | None:
         """Prompt tokens that are context of the turn before."""
@@ -150,8 +150,11 @@ class _Sample:
 
 def _notes(a: _Sample, b: _Sample) -> Iterator[str]:
     for which, sample in (("first", a), ("second", b)):
-        if sample.tick_s is not None:
-            yield f"arrivals of the {which} set lie on ticks of {sample.tick_s:.6g} s: spread before they are compared"
+        if sample.ticks is not None:
+            yield (
+                f"arrivals of the {which} set lie on ticks of {sample.ticks.tick_s:.6g} s: spread before they are "
+                "compared"
+            )
     if a.sessions is not None or b.sessions is not None:
         yield "turns of one session are not independent, so p-values of their lengths come out too small"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from servetwin.workloads.statistics.arrivals import ArrivalFigures, Ticks
+from servetwin.workloads.statistics.arrivals import ArrivalFigures
 from servetwin.workloads.statistics.lengths import Tokens, find_cap, find_usual
+from servetwin.workloads.statistics.ticks import Ticks
 from servetwin.workloads.traces.trace import ArrivalTimes
 
 
@@ -25,7 +26,7 @@ def arrival_warnings(
     if ticks is not None:
         yield (
             f"arrivals are quantised: {ticks.requests:,} requests stand at {ticks.instants:,} instants, "
-            f"{ticks.tick_s:.6g} s apart (median), {ticks.requests / ticks.instants:.1f} at each; gap CV, dispersion "
+            f"{ticks.tick_s:.6g} s apart, {ticks.requests / ticks.instants:.1f} at each; gap CV, dispersion "
             "and peaks of the queue are artefacts of that: --jitter-ticks spreads them"
         )
     if arrivals is not None:
