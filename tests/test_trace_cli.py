@@ -14,6 +14,17 @@ from servetwin.sim.commands.trace import COMMANDS
 from servetwin.sim.commands.trace_report import rate_plot, round_ticks
 from servetwin.workloads import PRESETS, read_trace
 from servetwin.workloads.statistics.arrivals import ArrivalFigures
+from servetwin.workloads.two_sample import (
+    CORRELATION_ALIKE,
+    CORRELATION_CLOSE,
+    KS_ALIKE,
+    KS_CLOSE,
+    P_ALIKE,
+    POINTS_ALIKE,
+    POINTS_CLOSE,
+    RATIO_ALIKE,
+    RATIO_CLOSE,
+)
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -94,8 +105,9 @@ def test_info_for_people_has_a_plot_and_says_that_reuse_is_unknown(command, azur
     code, out, _ = command("info", azure())
     assert code == 0
     assert "prefix reuse unknown" in out
-    assert "requests/s over s" in out
+    assert "requests/s over s, in bins of 0.49 s" in out
     assert "█" in out
+    assert "times in" not in out
 
 
 @pytest.mark.parametrize(
@@ -106,6 +118,50 @@ def test_info_for_people_shows_reuse_and_sessions(command, shared_data, name):
     assert code == 0
     assert ("LRU, 10,000 blocks" in out) == ("mooncake" in name)
     assert ("think time" in out) == ("tracelab" in name)
+
+
+def test_info_tells_the_units_that_were_assumed_or_told(command, shared_data):
+    path = shared_data / "traces/mooncake/synthetic_trace_rows0001-2000.jsonl.gz"
+    assert "mooncake (times in ms, 512 tokens per prefix id)" in " ".join(command("info", path)[1].split())
+    told = command("info", path, "--time-unit", "s")[1]
+    assert "mooncake (times in s, 512 tokens per prefix id)" in " ".join(told.split())
+
+
+def test_info_has_the_rate_of_sessions(info, command, tmp_path):
+    """Three sessions start within 4 s; of one alone there is no rate, and its numbers are singular."""
+    rows = [(0, "a"), (1, "b"), (2, "a"), (4, "c")]
+    path = tmp_path / "t.jsonl"
+
+    def write(some: list[tuple[int, str]]) -> None:
+        row = {"input_length": 8, "output_length": 5}
+        path.write_text(
+            "".join(json.dumps({"timestamp": 1000 * t, "session_id": s} | row) + "\n" for t, s in some)
+        )
+
+    write(rows)
+    assert info(path)["session_figures"]["rate_per_s"] == pytest.approx(3 / 4)
+    assert "0.75 sessions/s" in command("info", path)[1]
+    write(rows[:1])
+    assert info(path)["session_figures"]["rate_per_s"] is None
+    out = command("info", path)[1]
+    assert "1 with 1 request " in out
+    assert "sessions/s" not in out
+
+
+@pytest.mark.parametrize(("useless", "warned"), [(5, False), (6, True)])
+def test_info_warns_where_many_rows_are_dropped(info, azure, useless, warned):
+    """More than a tenth of the rows."""
+    found = info(azure(*["2023-11-16 18:30:00,0,5"] * useless))
+    assert any("6 of 56 rows dropped (11 %)" in w for w in found["warnings"]) == warned
+
+
+def test_info_does_not_warn_of_rows_that_nobody_asked_for(info, tmp_path):
+    rows = [f"{i},{'GPT-4' if i < 4 else 'ChatGPT'},9,{5 + i},{14 + i},Conversation log" for i in range(8)]
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    (tmp_path / "b.csv").write_text("\n".join([header, *rows]))
+    found = info(tmp_path / "b.csv", "--trace-model", "GPT-4")
+    assert (found["rows_read"], found["rows_emitted"]) == (8, 4)
+    assert not any("dropped" in w for w in found["warnings"])
 
 
 def test_info_of_what_is_no_trace_is_one_line(command, tmp_path):
@@ -179,7 +235,7 @@ def test_convert_to_mooncake_says_what_is_lost(command, shared_data, tmp_path):
     path = shared_data / "traces/lmcache_agent/miniswe.lengths.jsonl.gz"
     code, _, err = command("convert", path, "--to", "mooncake", "-o", tmp_path / "m.jsonl")
     assert code == 0
-    assert "237 arrivals are rounded to whole milliseconds" in err
+    assert "rounded to whole milliseconds: 237 arrivals" in err
     assert "numbered anew, one per 512 tokens" in err
     assert read_trace(tmp_path / "m.jsonl").format == "mooncake"
 
@@ -302,3 +358,19 @@ def test_every_command_has_help(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0
     assert f"servetwin trace {name}" in out
+
+
+def test_the_way_of_percentiles_is_in_the_help(command):
+    assert "interpolated linearly" in " ".join(command("info", "--help")[1].split())
+
+
+@pytest.mark.parametrize("name", ["fit", "synth"])
+def test_the_limits_of_the_verdicts_are_in_the_help(command, name):
+    """Those that the comparison goes by."""
+    said = " ".join(command(name, "--help")[1].split())
+    points = f"{POINTS_ALIKE:g} / {POINTS_CLOSE:g} points"
+    ratio = f"{100 * RATIO_ALIKE:g} % / {100 * RATIO_CLOSE:g} %"
+    ks = f"KS, {KS_ALIKE:g} (or p at least {P_ALIKE:g}) / {KS_CLOSE:g}"
+    ranks = f"by {CORRELATION_ALIKE:g} / {CORRELATION_CLOSE:g}"
+    for limits in (points, ratio, ks, ranks):
+        assert limits in said

@@ -211,7 +211,7 @@ def test_a_common_length_is_told():
 def test_equal_lengths_and_outputs_of_one_token_are_told():
     warnings = trace_figures(trace_of([spec(i, output_tokens=1) for i in range(200)])).warnings
     assert "all prompts have 10 tokens" in warnings
-    assert any("200 outputs have one token" in w for w in warnings)
+    assert any("200 outputs of one token" in w for w in warnings)
 
 
 # ---------------------------------------------------------------- reuse of prefixes

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from servetwin.sim.cli import run as command_line
+from servetwin.sim.commands.trace_verdicts import VERDICTS
 from servetwin.workloads import (
     AllAtOnce,
     BlockTree,
@@ -48,8 +49,8 @@ from servetwin.workloads.mmpp_likelihood import log_likelihood
 from servetwin.workloads.modulated import MMPP
 from servetwin.workloads.quantiles import quantiles_of, values_at
 from servetwin.workloads.reuse_points import prefixed_prompts, reuse_points
-from servetwin.workloads.streams import stream
 from servetwin.workloads.statistics.ticks import find_ticks
+from servetwin.workloads.streams import stream
 from servetwin.workloads.traces import Trace
 from servetwin.workloads.two_sample import two_sample
 
@@ -470,6 +471,7 @@ def test_azure_code(shared_data):
     assert report["gaps_s"].ks_statistic < 0.03
     assert report["gap_cv"].second == pytest.approx(13.15, rel=0.25)
     assert report["index_of_dispersion_1s"].second > 6
+    assert any("short gaps follow one another more often" in note for note in report.notes)
     assert max(report[name].ks_statistic for name in ("prompt_tokens", "output_tokens")) < 0.03
 
 
@@ -619,6 +621,7 @@ def test_synth_of_a_preset_against_a_trace_prints_a_report(made_up, tmp_path, ca
     assert command_line(["trace", "synth", "chat", "-n", "300", "-o", out, "--against", str(made_up)]) == 0
     shown = capfd.readouterr().out
     assert "Two-sample report" in shown and "differs" in shown
+    assert VERDICTS in " ".join(shown.split())
     assert len(read_trace(out)) == 300
 
 

@@ -82,8 +82,10 @@ class PromptBlocks:
 
 
 def _blocks(pieces: Pieces, block_tokens: int) -> Iterator[bytes]:
-    """What each block of `block_tokens` tokens, the last one perhaps shorter, is made of: packed, for there may be
-    millions of them."""
+    """What each block of `block_tokens` tokens, the last one perhaps shorter, is made of.
+
+    Packed, for there may be millions of them.
+    """
     ends = _lengths(pieces).cumsum()
     edges = np.append(np.arange(block_tokens, ends[-1], block_tokens), ends[-1])
     cuts = np.sort(np.concatenate((ends, edges)))

@@ -40,12 +40,6 @@ PREFIX_PROMPTS = 20_000
 """The first ones, at most, of which prefix reuse is compared."""
 MIN_SPAN_S = 10.0
 """Needed for an index of dispersion at 1 s."""
-VERDICTS = (
-    f"alike / close: distributions by KS up to {KS_ALIKE:g} (or p from {P_ALIKE:g} on) / {KS_CLOSE:g}; rates, CV and "
-    f"dispersion apart by up to {RATIO_ALIKE:.0%} / {RATIO_CLOSE:.0%} of the larger; percentages by {POINTS_ALIKE:g} / "
-    f"{POINTS_CLOSE:g} points; rank_correlation by {CORRELATION_ALIKE:g} / {CORRELATION_CLOSE:g}; else differs"
-)
-"""What the verdicts go by, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +82,10 @@ def two_sample(first: Sequence[RequestSpec], second: Sequence[RequestSpec]) -> T
         _Sample(r if isinstance(r, RequestColumns) else RequestColumns.of(r)) for r in (first, second)
     )
     a, b = both
+    arrivals = tuple(_arrivals(a, b))
     return TwoSampleReport(
-        (*_arrivals(a, b), *_lengths(a, b), *_prefixes(a, b), *_sessions(a, b)), tuple(_notes(a, b))
+        (*arrivals, *_lengths(a, b), *_prefixes(a, b), *_sessions(a, b)),
+        (*_notes(a, b), *_about_order(arrivals)),
     )
 
 
@@ -157,6 +153,16 @@ def _notes(a: _Sample, b: _Sample) -> Iterator[str]:
             )
     if a.sessions is not None or b.sessions is not None:
         yield "turns of one session are not independent, so p-values of their lengths come out too small"
+
+
+def _about_order(arrivals: Sequence[Comparison]) -> Iterator[str]:
+    """Counts may differ where gaps do not: these are compared without their order."""
+    verdicts = {c.name: c.verdict for c in arrivals}
+    if verdicts["gaps_s"] == "alike" and verdicts["index_of_dispersion_1s"] == "differs":
+        yield (
+            "gaps are alike but the index of dispersion is not: in one set short gaps follow one another more often "
+            "(longer bursts), which a model of independent gaps does not hold"
+        )
 
 
 def _arrivals(a: _Sample, b: _Sample) -> Iterator[Comparison]:

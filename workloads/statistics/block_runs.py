@@ -31,7 +31,7 @@ class BlockRuns:
     """The leading ones that may be found."""
     prompt: Ints
     """Of each run the prompt that it is part of."""
-    before: Ints
+    before: NDArray[np.int32]
     """The last earlier prompt that had its blocks."""
     blocks: Ints
     """How many these are."""

@@ -11,7 +11,7 @@ from servetwin.workloads.statistics.prefix_reuse import PrefixFigures, prefix_fi
 from servetwin.workloads.statistics.sessions import SessionFigures, session_figures
 from servetwin.workloads.statistics.summary import Summary
 from servetwin.workloads.statistics.ticks import Ticks, find_crowded_ticks
-from servetwin.workloads.statistics.warnings import arrival_warnings, length_warnings
+from servetwin.workloads.statistics.warnings import arrival_warnings, length_warnings, row_warnings
 from servetwin.workloads.traces.trace import Trace
 
 
@@ -86,8 +86,9 @@ def trace_figures(trace: Trace) -> TraceFigures:
         output_tokens=Summary.of(output),
         length_correlation=correlation(prompt, output),
         prefix=prefix_figures(requests),
-        sessions=session_figures(requests),
+        sessions=session_figures(requests, timed=timed),
         warnings=(
+            *row_warnings(trace),
             *arrival_warnings(trace.arrivals, arrivals, ticks, len(requests)),
             *length_warnings("prompts", prompt),
             *length_warnings("outputs", output),

@@ -7,7 +7,22 @@ from collections.abc import Iterator
 from servetwin.workloads.statistics.arrivals import ArrivalFigures
 from servetwin.workloads.statistics.lengths import Tokens, find_cap, find_usual
 from servetwin.workloads.statistics.ticks import Ticks
-from servetwin.workloads.traces.trace import ArrivalTimes
+from servetwin.workloads.traces.trace import ArrivalTimes, Trace
+from servetwin.workloads.wording import counted
+
+MANY_DROPPED = 0.1
+"""Of the rows: from so many dropped ones on, what is left may not be like the whole."""
+
+
+def row_warnings(trace: Trace) -> Iterator[str]:
+    """About rows that could not be used. Those that nobody asked for have no offence."""
+    unusable = {offence.reason for offence in trace.offences}
+    dropped = sum(count for reason, count in trace.rows_dropped.items() if reason in unusable)
+    if dropped > MANY_DROPPED * trace.rows_read:
+        yield (
+            f"{dropped:,} of {counted(trace.rows_read, 'row')} dropped ({100 * dropped / trace.rows_read:.0f} %): "
+            "rate, lengths and reuse are of the rest"
+        )
 
 
 def arrival_warnings(
@@ -68,4 +83,4 @@ def length_warnings(what: str, tokens: Tokens) -> Iterator[str]:
             f"one length is common: {100 * usual.requests / total:.1f} % of {what} have {usual.tokens:,} tokens"
         )
     if what == "outputs" and (ones := int((tokens == 1).sum())):
-        yield f"{ones:,} outputs have one token: such requests have no time per output token (TPOT)"
+        yield f"{counted(ones, 'output')} of one token: such requests have no time per output token (TPOT)"
