@@ -21,6 +21,18 @@ class WorkloadError(ValueError):
     """Input that cannot be used; the message names file, row, field, value and what is allowed."""
 
 
+class ArgumentError(WorkloadError):
+    """An argument that cannot be used. A command line says the name of its flag in the place of `name`."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        """`name`: the parameter; `problem`: what the message says after it: its value, and what is allowed."""
+        super().__init__(name, problem)
+        self.name, self.problem = name, problem
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.problem}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
     """One request of a workload.
