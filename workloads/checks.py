@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from servetwin.workloads.spec import ArgumentError
+from servetwin.workloads.spec import MAX_REQUESTS, ArgumentError
 
 
 def is_int(value: object) -> bool:
@@ -16,6 +16,13 @@ def check_count(name: str, value: int, at_least: int = 1) -> None:
     """`value` must be a whole number, `at_least` or more."""
     if not is_int(value) or value < at_least:
         raise ArgumentError(name, f"{value!r}: must be a whole number, {at_least} or more")
+
+
+def check_requests(name: str, value: int) -> None:
+    """`value` must be a number of requests that can be made up."""
+    check_count(name, value)
+    if value > MAX_REQUESTS:
+        raise ArgumentError(name, f"{value!r}: must be at most {MAX_REQUESTS:,} requests")
 
 
 def check_positive(name: str, value: float, hint: str = "") -> None:

@@ -21,8 +21,6 @@ from servetwin.workloads.traces.options import ReadOptions
 from servetwin.workloads.traces.trace import Trace
 from servetwin.workloads.vllm_arrivals import BenchServe
 
-RATE_OF_SESSIONS = "the rate asked for is in sessions/s: later turns of a session are not counted"
-
 
 def open_workload(
     name_or_path: str | Path,
@@ -124,7 +122,7 @@ def _workload_of(
     if arrivals is not None:
         requests, about["arrivals"] = sent_by(arrivals, requests, seed), repr(arrivals)
         if requests.has("session_id"):
-            about.setdefault("notes", []).append(RATE_OF_SESSIONS)
+            about.setdefault("notes", []).append(rate_of_sessions(requests))
     elif warnings := _warnings(trace):
         about["warnings"] = warnings
     return as_workload(requests, about, loop)
@@ -157,6 +155,13 @@ def _check_times(trace: Trace, arrivals: Arrivals | None, loop: Loop) -> None:
         raise ArgumentError(
             "loop", f"'open': the later turns of {trace.path} have no times, they wait for their answers"
         )
+
+
+def rate_of_sessions(requests: RequestColumns) -> str:
+    """A sentence for whoever asked for a rate of a workload with sessions, about what it counts."""
+    names = requests.values("session_id")
+    begun = len(set(names) - {None}) + names.count(None)
+    return f"the rate asked for is in sessions/s, later turns not counted: {begun:,} sessions, {len(names):,} requests"
 
 
 def sent_by(arrivals: Arrivals, requests: RequestColumns, seed: int) -> RequestColumns:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 MAX_TIME_S = 4e9
 """More than a century, and less than what 64-bit nanoseconds can count."""
+MAX_REQUESTS = 1_000_000_000
+"""Of a made-up workload."""
 MAX_TOKENS = 1_000_000_000
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**62

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from servetwin.workloads.arrivals import Arrivals, FloatArray, send_times_s
-from servetwin.workloads.checks import check_count
+from servetwin.workloads.checks import check_requests
 from servetwin.workloads.columns import RequestColumns, column_array
 from servetwin.workloads.joint_lengths import Independent, JointLengths
 from servetwin.workloads.lengths import Lengths
@@ -39,7 +39,7 @@ class Synthetic(ListWorkload):
         seed: int = 0,
     ) -> None:
         """Input lengths are prompt tokens without the system prompt. A bad number raises WorkloadError."""
-        check_count("n", n)
+        check_requests("n", n)
         parts: dict[str, Any] = {"prompts": prompts, "lengths": lengths, "prefixes": prefixes}
         parts |= {"input_lengths": input_lengths, "output_lengths": output_lengths}
         drawn = _prompt_model(parts).draw(n, seed)

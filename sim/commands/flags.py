@@ -71,7 +71,7 @@ class RunFlags:
             "may be given several times.",
         ),
     ] = ()
-    seed: Annotated[int, _flag(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
+    seed: Annotated[int, _int(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
 
 
 @Parameter(name="*")

@@ -87,7 +87,7 @@ class OpenFlags(ReadFlags):
         ),
     ] = False
     seed: Annotated[
-        int, flag(TRACE, "Root of what is drawn: spread ticks, generated traces, resampling.")
+        int, count(TRACE, "Root of what is drawn: spread ticks, generated traces, resampling.")
     ] = 0
 
 

@@ -39,7 +39,8 @@ def scale(
         factor = speed_up_for(making.requests, rate) if rate is not None else speed_up
         assert factor is not None, "one of them is given"
         making.requests = scaled(making.requests, speed_up=factor)
-    reached = "" if rate is None else f" reaches rate {rate:g} requests/s"
+    turns = ", all turns counted" if making.requests.has("session_id") else ""
+    reached = "" if rate is None else f" reaches rate {rate:g} requests/s{turns}"
     also = [what for name, what in _ALSO.items() if making.requests.has(name)]
     making.note(f"speed-up {factor:.6g}{reached}: {' and '.join(['arrivals', *also])} divided by it")
     making.result = {"speed_up": factor}

@@ -35,7 +35,7 @@ def synth(
             "stretched. inf: all at once. What came out is told where it is another, and what makes it exact.",
         ),
     ] = None,
-    seed: Annotated[int, flag(WRITING, "Root of everything that is drawn.")] = 0,
+    seed: Annotated[int, count(WRITING, "Root of everything that is drawn.")] = 0,
     against: Annotated[
         Path | None, flag(WRITING, "Compare what was made with this trace, line by line.")
     ] = None,

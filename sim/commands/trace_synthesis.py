@@ -16,8 +16,9 @@ from servetwin.sim.commands.trace_comparison import comparison_table
 from servetwin.sim.commands.trace_flags import ReadFlags, WriteFlags
 from servetwin.sim.commands.trace_making import Making, finish, options_of
 from servetwin.workloads import PRESETS, RequestColumns, Tolerance, WorkloadError, build_preset, read_trace
-from servetwin.workloads.checks import check_above_0, check_count, check_seed
+from servetwin.workloads.checks import check_above_0, check_requests, check_seed
 from servetwin.workloads.fitted import FittedModel, load_model
+from servetwin.workloads.opening import rate_of_sessions
 from servetwin.workloads.two_sample import two_sample
 
 WHOLE_PROFILE = 0.95
@@ -48,7 +49,7 @@ class SynthRequest:
         if self.rate is not None:
             check_above_0("rate_per_s", self.rate)
         if self.num_prompts is not None:
-            check_count("n", self.num_prompts)
+            check_requests("n", self.num_prompts)
         check_seed(self.seed)
 
 
@@ -102,6 +103,8 @@ def _from_model(request: SynthRequest) -> Making:
     making.notes += _of_profile(model, making.requests)
     if making.requests.has("think_time_s"):
         making.note(FIRST_TURNS)
+    if request.rate is not None and making.requests.has("session_id"):
+        making.note(rate_of_sessions(making.requests))
     making.result["fitted_to"] = model.fitted_to.model_dump()
     return making
 
