@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from servetwin.sim.cli import run
+from servetwin.sim.cli import make_app, run
 from servetwin.sim.commands.trace import COMMANDS
 from servetwin.sim.commands.trace_report import rate_plot, round_ticks
 from servetwin.workloads import PRESETS, read_trace
 from servetwin.workloads.statistics.arrivals import ArrivalFigures
 from servetwin.workloads.traces.formats import FORMATS
 
+ROOT = Path(__file__).parents[1]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -421,3 +423,17 @@ def test_every_command_has_help(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0
     assert f"servetwin trace {name}" in out
+
+
+def test_the_commands_of_the_readme_are_commands():
+    """Names of commands and flags; what they do is tested above."""
+    text = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Workloads\n")[2]
+        .partition("\n## ")[0]
+    )
+    lines = [line.partition("#")[0] for line in text.splitlines() if line.startswith("    servetwin ")]
+    assert {"synth", "info", "merge", "fit"} <= {line.split()[2] for line in lines}
+    for line in lines:
+        make_app().parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
