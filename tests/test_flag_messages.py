@@ -161,6 +161,16 @@ def test_who_only_reads_names_the_flag(refused, command: str, words: list[str]) 
     refused(["trace", command, "azure.csv", *words, "--hash-block-size", "0"], WHOLE)
 
 
+def test_a_model_without_arrivals_wants_the_flag_of_a_rate(azure, capsys) -> None:
+    Path("lengths.csv").write_text(
+        "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3,4,7,0.75\n5,6,11,0.83\n"
+    )
+    assert run(["trace", "fit", "lengths.csv", "-o", "model.json"]) == 0
+    capsys.readouterr()
+    assert run(["trace", "synth", "model.json", "-o", "out.jsonl"]) == 2
+    assert "--rate None: must be given (inf: all at once)" in capsys.readouterr().err
+
+
 def test_python_names_the_parameter() -> None:
     requests = [
         RequestSpec(request_id=f"r{i}", arrival_s=float(i), prompt_tokens=1, output_tokens=1)
