@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from servetwin.sim.cli import run
+from servetwin.sim.cli import make_app, run
 from servetwin.sim.commands.trace import COMMANDS
 from servetwin.sim.commands.trace_report import rate_plot, round_ticks
 from servetwin.workloads import PRESETS, read_trace
 from servetwin.workloads.statistics.arrivals import ArrivalFigures
+from servetwin.workloads.traces.formats import FORMATS
 from servetwin.workloads.two_sample import (
     CORRELATION_ALIKE,
     CORRELATION_CLOSE,
@@ -26,6 +28,7 @@ from servetwin.workloads.two_sample import (
     RATIO_CLOSE,
 )
 
+ROOT = Path(__file__).parents[1]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -311,6 +314,71 @@ def test_merge_wants_two_traces(command, azure, tmp_path):
     assert command("merge", azure(), "-o", tmp_path / "o.jsonl")[0] == 2
 
 
+@pytest.fixture
+def mooncake(tmp_path) -> str:
+    """A trace with prefix ids: 30 requests, two at each of 15 instants."""
+    rows = (
+        {"timestamp": 3000 * (i // 2), "input_length": 1024, "output_length": 5, "hash_ids": [1, i + 2]}
+        for i in range(30)
+    )
+    (tmp_path / "mooncake.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(tmp_path / "mooncake.jsonl")
+
+
+def test_merge_takes_a_flag_that_some_of_the_formats_use_and_says_which_do_not(
+    command, azure, mooncake, tmp_path
+):
+    flags = ["--hash-block-size", "1024", "-o", tmp_path / "o.jsonl", "--overwrite"]
+    code, _, err = command("merge", azure(), mooncake, *flags)
+    assert code == 2
+    assert "mooncake.jsonl" in err
+    flags[1] = "512"
+    code, _, err = command("merge", azure(), mooncake, *flags)
+    assert code == 0
+    assert "azure.csv: --hash-block-size has no use for the format azure" in err
+    assert {r.prefix_block_tokens for r in read_trace(tmp_path / "o.jsonl").requests} == {None, 512}
+
+
+def test_merge_refuses_a_flag_that_none_of_the_formats_uses(command, azure, tmp_path):
+    traces = azure(), azure(name="b.csv")
+    code, _, err = command("merge", *traces, "--hash-block-size", "512", "-o", tmp_path / "o.jsonl")
+    assert code == 2
+    assert "--hash-block-size has no use for the formats of these traces" in err
+
+
+def test_merge_says_of_how_many_requests_prefixes_are_known(command, azure, mooncake, tmp_path):
+    out = tmp_path / "o.jsonl"
+    _, _, err = command("merge", azure(n=20), mooncake, "-o", out)
+    assert "prefixes known for 30 of 50 requests" in err
+    for same in ([azure(n=20), azure(n=20, name="b.csv")], [mooncake, mooncake]):
+        assert "prefixes known" not in command("merge", *same, "-o", out, "--overwrite")[2]
+
+
+def test_output_tokens_that_no_request_needs_are_not_silently_inert(command, tmp_path):
+    path = tmp_path / "aibrix.jsonl"
+
+    def said(*lengths: dict[str, int]) -> str:
+        rows = (
+            {"timestamp": 9 * i, "requests": [{"prompt_length": 5, **row}]} for i, row in enumerate(lengths)
+        )
+        path.write_text("\n".join(map(json.dumps, rows)))
+        code, _, err = command(
+            "convert", path, "--trace-output-tokens", "7", "-o", tmp_path / "o.jsonl", "--overwrite"
+        )
+        assert code == 0
+        return err
+
+    assert "the 7 of --trace-output-tokens is not used" in said({"output_length": 3}, {"output_length": 4})
+    assert "not used" not in said({"output_length": 3}, {})
+
+
+def test_help_names_the_formats_of_output_tokens(command):
+    texts = command("convert", "--help")[1]
+    for format_ in FORMATS:
+        if "output_tokens" in format_.uses:
+            assert format_.name in " ".join(texts.replace("│", " ").split())
+
+
 def test_resample_makes_more(command, azure, tmp_path):
     code, out, err = command("resample", azure(), "-n", "200", "-o", tmp_path / "o.jsonl", "--seed", "7")
     assert code == 0
@@ -341,6 +409,59 @@ def test_a_trace_without_times_cannot_be_scaled_cut_by_time_or_spread(command, t
     code, _, err = command(arguments[0], path, *arguments[1:], "-o", tmp_path / "o.jsonl")
     assert code == 2
     assert "no arrival times" in err
+
+
+# ---------------------------------------------------------------- synth
+
+
+@pytest.mark.parametrize("model", ["chat", "random", "diurnal-chat", "model.json"])
+def test_an_infinite_rate_sends_all_at_once_from_models_and_presets(command, azure, tmp_path, model):
+    if model == "model.json":
+        model = str(tmp_path / model)
+        assert command("fit", azure(), "-o", model)[0] == 0
+    code, out, _ = command("synth", model, "-n", "10", "--rate", "inf", "-o", tmp_path / "o.jsonl", "--json")
+    assert code == 0
+    assert (json.loads(out)["requests"], json.loads(out)["span_s"]) == (10, 0.0)
+
+
+def test_a_rate_that_came_out_otherwise_is_told_with_what_makes_it_exact(command, tmp_path):
+    """The preset code comes in bursts: 200 requests are far from its mean rate."""
+    out = tmp_path / "o.jsonl"
+    code, printed, err = command("synth", "code", "-n", "200", "--rate", "4", "-o", out, "--json")
+    assert code == 0
+    rate = json.loads(printed)["rate_per_s"]
+    assert abs(rate / 4 - 1) > 0.05
+    assert (
+        f"{rate:.4g} requests/s, not the 4 asked for: `servetwin trace scale {out} --rate 4` reaches it"
+        in err
+    )
+    code, printed, _ = command("scale", out, "--rate", "4", "-o", tmp_path / "exact.jsonl", "--json")
+    assert json.loads(printed)["rate_per_s"] == pytest.approx(4)
+    assert "asked for" not in command("synth", "random", "--rate", "4", "-o", out, "--overwrite")[2]
+
+
+def test_a_rate_of_sessions_is_named_so_and_can_be_reached(command, tmp_path):
+    trace, model, out = (tmp_path / name for name in ("sessions.jsonl", "model.json", "o.jsonl"))
+    turns = (
+        {"request_id": f"{s}-{t}", "arrival_s": s * s, "prompt_tokens": 50 + 50 * t, "output_tokens": 5}
+        | {"session_id": str(s), "turn": t}
+        | ({"think_time_s": 1.0, "context_tokens": 50 * t} if t else {})
+        for s in range(40)
+        for t in range(3)
+    )
+    trace.write_text("\n".join(map(json.dumps, turns)))
+    assert (
+        "reaches rate 9 requests/s, all turns counted" in command("scale", trace, "--rate", "9", "-o", out)[2]
+    )
+    assert command("fit", trace, "-o", model)[0] == 0
+    synth = ["synth", model, "-n", "60", "-o", out, "--overwrite", "--rate"]
+    err = command(*synth, "2")[2]
+    assert "the rate asked for is in sessions/s, later turns not counted: 20 sessions, 60 requests" in err
+    [line] = [line for line in err.splitlines() if "sessions/s, not the 2 asked for" in line]
+    rate = line.partition("--rate ")[2].split()[0]
+    assert command(*synth, rate)[0] == 0
+    starts_s = [r.arrival_s for r in read_trace(out).requests if r.turn == 0]
+    assert len(starts_s) / (starts_s[-1] - starts_s[0]) == pytest.approx(2, rel=1e-4)
 
 
 # ---------------------------------------------------------------- presets and help
@@ -374,3 +495,17 @@ def test_the_limits_of_the_verdicts_are_in_the_help(command, name):
     ranks = f"by {CORRELATION_ALIKE:g} / {CORRELATION_CLOSE:g}"
     for limits in (points, ratio, ks, ranks):
         assert limits in said
+
+
+def test_the_commands_of_the_readme_are_commands():
+    """Names of commands and flags; what they do is tested above."""
+    text = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Workloads\n")[2]
+        .partition("\n## ")[0]
+    )
+    lines = [line.partition("#")[0] for line in text.splitlines() if line.startswith("    servetwin ")]
+    assert {"synth", "info", "merge", "fit"} <= {line.split()[2] for line in lines}
+    for line in lines:
+        make_app().parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)

@@ -474,7 +474,7 @@ def test_num_prompts_takes_the_first_in_order_of_arrival(azure):
     ("options", "message"),
     [
         ({"num_prompts": 0}, "num_prompts 0: must be a whole number, 1 or more"),
-        ({"rate_per_s": 2.0}, "has arrivals of its own, which a request rate cannot change"),
+        ({"rate_per_s": 2.0}, "rate_per_s 2.0: cannot change the times that .* has of its own"),
         ({"seed": -1}, "seed -1: must be a whole number, 0 or more"),
     ],
 )

@@ -30,7 +30,7 @@ from servetwin.workloads.model_part import Part
 from servetwin.workloads.prompts import LengthsAndPrefixes, Prefixes
 from servetwin.workloads.reuse_points import PrefixedPrompts, prefixed_prompts, reuse_points
 from servetwin.workloads.session_turns import SessionTurns, has_sessions, session_turns
-from servetwin.workloads.spec import ListWorkload, WorkloadError
+from servetwin.workloads.spec import ArgumentError, ListWorkload, WorkloadError
 from servetwin.workloads.streams import stream
 from servetwin.workloads.synthetic import Synthetic
 from servetwin.workloads.traces.trace import Trace
@@ -135,8 +135,9 @@ class FittedModel(Part):
         if self.arrivals is not None:
             return self.arrivals.build(rate_per_s)
         if rate_per_s is None:
-            raise WorkloadError(
-                f"rate_per_s None: must be given (inf: all at once), since {self.fitted_to.name} had no arrivals to fit"
+            raise ArgumentError(
+                "rate_per_s",
+                f"None: must be given (inf: all at once), since {self.fitted_to.name} had no arrivals to fit",
             )
         return Poisson(rate_per_s=rate_per_s)
 

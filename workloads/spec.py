@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 MAX_TIME_S = 4e9
 """More than a century, and less than what 64-bit nanoseconds can count."""
+MAX_REQUESTS = 1_000_000_000
+"""Of a made-up workload."""
 MAX_TOKENS = 1_000_000_000
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**62
@@ -19,6 +21,18 @@ MAX_PRIORITY = 2**62
 
 class WorkloadError(ValueError):
     """Input that cannot be used; the message names file, row, field, value and what is allowed."""
+
+
+class ArgumentError(WorkloadError):
+    """An argument that cannot be used. A command line says the name of its flag in the place of `name`."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        """`name`: the parameter; `problem`: what the message says after it: its value, and what is allowed."""
+        super().__init__(name, problem)
+        self.name, self.problem = name, problem
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,12 @@ from rich.text import Text
 from servetwin.sim.units import ns_to_seconds
 
 LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "E2E"), ("queue", "queue"))
-HELD_BACK = (("client_queue_time", "held back"), ("e2el_including_client_queue", "E2E in all"))
-"""Where a client's own limit held requests back."""
+HELD_BACK = (
+    ("client_queue_time", "held back"),
+    ("ttft_including_client_queue", "TTFT from arrival"),
+    ("e2el_including_client_queue", "E2E from arrival"),
+)
+"""Where a client's own limit held requests back: those above count from the sending."""
 
 
 def say(message: str) -> None:

@@ -38,11 +38,16 @@ def arrival_warnings(
             "only first turns have arrival times: later turns stand at the start of their session and are sent when "
             "the turn before has ended, so rate, gaps and dispersion here count them all at that start"
         )
+    yield from replay_warnings(arrivals, ticks)
+
+
+def replay_warnings(arrivals: ArrivalFigures | None, ticks: Ticks | None) -> Iterator[str]:
+    """About what a replay of the recorded times shows that is not the service's doing."""
     if ticks is not None:
         yield (
             f"arrivals are quantised: {ticks.requests:,} requests stand at {ticks.instants:,} instants, "
             f"{ticks.tick_s:.6g} s apart, {ticks.requests / ticks.instants:.1f} at each; gap CV, dispersion "
-            "and peaks of the queue are artefacts of that: --jitter-ticks spreads them"
+            "and peaks of the queue are artefacts of that: trace convert --jitter-ticks spreads them"
         )
     if arrivals is not None:
         yield from _idle_warnings(arrivals)

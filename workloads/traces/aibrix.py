@@ -12,10 +12,11 @@ from typing import Any
 
 from servetwin.workloads.traces.json_rows import numbered_lines
 from servetwin.workloads.traces.nested import NO_REQUESTS, NestedRows, each_holder, fields_of, list_of
+from servetwin.workloads.traces.output_lengths import OutputLengths
 from servetwin.workloads.traces.source import Head
-from servetwin.workloads.traces.texts import NO_OUTPUT_LENGTH, text_of, tokenizer
+from servetwin.workloads.traces.texts import text_of, tokenizer
 from servetwin.workloads.traces.trace import Reading, TraceFormat
-from servetwin.workloads.traces.values import Fields, Useless
+from servetwin.workloads.traces.values import Fields
 
 KEYS = frozenset({"timestamp", "requests"})
 PROMPT_TEXT = ("prompt", "Prompt")
@@ -28,6 +29,7 @@ def _read(reading: Reading) -> None:
     unit = reading.options.time_unit or "ms"
     rows = NestedRows(reading.rows)
     turns: Counter[str] = Counter()
+    outputs = OutputLengths(reading, *OUTPUT)
 
     def read(line: int, fields: Fields) -> None:
         arrival_ns = fields.time_ns("timestamp", unit=unit)
@@ -41,7 +43,7 @@ def _read(reading: Reading) -> None:
                 reading.rows.add(
                     row,
                     arrival_ns=arrival_ns,
-                    output_tokens=_output_tokens(reading, request),
+                    output_tokens=outputs.of(request),
                     session_id=session,
                     turn=None if session is None else turns[session],
                     **_prompt(reading, request),
@@ -50,6 +52,7 @@ def _read(reading: Reading) -> None:
                     turns[session] += 1
 
     each_holder(numbered_lines(reading.source), rows, read)
+    outputs.check()
     reading.about["time_unit"] = unit
 
 
@@ -58,14 +61,6 @@ def _prompt(reading: Reading, request: Fields) -> dict[str, Any]:
         tokens = tokenizer(reading)(text_of(request, *PROMPT_TEXT))
         return {"prompt_tokens": len(tokens), "prompt_token_ids": tokens}
     return {"prompt_tokens": request.count(*PROMPT)}
-
-
-def _output_tokens(reading: Reading, request: Fields) -> int:
-    if request.has(*OUTPUT):
-        return request.count(*OUTPUT)
-    if reading.options.output_tokens is None:
-        raise Useless(NO_OUTPUT_LENGTH)
-    return reading.options.output_tokens
 
 
 def _matches(head: Head) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from servetwin.workloads.columns import RequestColumns
-from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.spec import ArgumentError, WorkloadError
 from servetwin.workloads.traces import (
     aibrix,
     azure,
@@ -116,7 +116,7 @@ def known_formats() -> str:
 
 def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
     if options.format is not None:
-        return _named(options.format)
+        return named_format(options.format)
     found = [f for f in FORMATS if f.matches(source.head)]
     if not found and options.columns:
         # Whoever maps columns has said that it is none of the others.
@@ -137,21 +137,34 @@ def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
     raise WorkloadError(f"{source.path}: {begins} no known format ({known_formats()}); {hint}")
 
 
-def _named(name: str) -> TraceFormat:
+def named_format(name: str) -> TraceFormat:
+    """The format of this name. Raises ArgumentError where there is none."""
     for format_ in FORMATS:
         if format_.name == name:
             return format_
-    raise WorkloadError(f"format {name!r}: must be one of {known_formats()}")
+    raise ArgumentError("format", f"{name!r}: must be one of {known_formats()}")
 
 
 def _check_options(source: Source, format_: TraceFormat, options: ReadOptions) -> None:
     """An option that the format has no use for would be ignored silently."""
-    for option in fields(ReadOptions):
-        value = getattr(options, option.name)
-        if option.name in _ALWAYS_USED | format_.uses or value == getattr(_DEFAULTS, option.name):
-            continue
-        flag = FLAGS.get(option.name, option.name)
-        raise WorkloadError(f"{source.path}: {option.name} ({flag}) has no use for the format {format_.name}")
+    for name in _useless(format_, options):
+        raise WorkloadError(
+            f"{source.path}: {name} ({FLAGS.get(name, name)}) has no use for the format {format_.name}"
+        )
+
+
+def _useless(format_: TraceFormat, options: ReadOptions) -> list[str]:
+    given = (f.name for f in fields(options) if getattr(options, f.name) != getattr(_DEFAULTS, f.name))
+    return [name for name in given if name not in _ALWAYS_USED | format_.uses]
+
+
+def usable_options(path: str | Path, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
+    """`options` without those that the format of this file has no use for, and the names of these.
+
+    For options that are given for several files at once.
+    """
+    left_out = _useless(_format_of(Source(path), options), options)
+    return replace(options, **{name: getattr(_DEFAULTS, name) for name in left_out}), left_out
 
 
 _DEFAULTS = ReadOptions()
