@@ -348,7 +348,7 @@ def without(name):
         ({**GOOD, "prompt_len": None}, "field 'prompt_len': must be one of request_id, arrival_s"),
         ({**GOOD, "arrival_s": None}, "arrival_s None: must be given"),
         (GOOD, "request_id 'first': must be unique"),
-        ('{"arrival_s": NaN}', "row '{\"arrival_s\": NaN}': must be JSON ("),
+        ('{"arrival_s": NaN}', "arrival_s nan: must be a finite number of seconds"),
         ('{"request_id": "a", "arrival_s"', 'row \'{"request_id": "a", "arrival_s"\': must be JSON ('),
         ('["a", 0.5]', "row ['a', 0.5]: must be a JSON object"),
     ],

@@ -91,7 +91,7 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
     reading = Reading(source, options, Rows(source.path, options.tolerance))
     format_.read(reading)
     rows = reading.rows
-    requests = rows.requests()
+    requests = reading.afterwards(rows.requests())
     if reading.arrivals == "recorded":
         _check_rate(reading, requests)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,10 +94,12 @@ class Rows:
         """Emits a request as it is, its source row included."""
         self._append({name: getattr(spec, name) for name in REQUEST_FIELDS})
 
-    def not_asked_for(self, count: int, reason: str) -> None:
-        """Rows that are read and that the user wanted left out: counted, and no offence in a strict reading."""
-        self.read += count
-        self.dropped[reason] += count
+    def not_asked_for(self, numbers: Sequence[int], reason: str) -> None:
+        """Rows, counted as read, that the user wanted left out: counted, and no offence in a strict reading."""
+        for number in numbers[: OFFENCES_SHOWN - self._shown[reason]]:
+            self._show(number, reason, reason)
+        if numbers:
+            self.dropped[reason] += len(numbers)
 
     def skip(self, number: int, reason: str) -> None:
         """A row that is read and not emitted, for the named reason."""
@@ -187,8 +189,11 @@ class Rows:
             raise WorkloadError(f"{self.path}: row {number}: {detail}")
         self.dropped[reason] += 1
         if self._shown[reason] < OFFENCES_SHOWN:
-            self._shown[reason] += 1
-            self.offences.append(Offence(number, reason, detail))
+            self._show(number, reason, detail)
+
+    def _show(self, number: int, reason: str, detail: str) -> None:
+        self._shown[reason] += 1
+        self.offences.append(Offence(number, reason, detail))
 
 
 def _array(name: str, values: NDArray[Any] | list[Any], kept: BoolArray | None = None) -> pa.Array:

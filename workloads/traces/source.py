@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.traces.json_text import parse_json
 
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes of a compressed file."""
@@ -55,8 +55,8 @@ class Head:
         if not self.first_line.startswith("{"):
             return {}
         try:
-            row = orjson.loads(self.first_line)
-        except orjson.JSONDecodeError:
+            row = parse_json(self.first_line)
+        except json.JSONDecodeError:
             return {}
         return row if isinstance(row, dict) else {}
 
