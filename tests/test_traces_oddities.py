@@ -98,7 +98,7 @@ def test_the_order_of_bailian_rows_changes_nothing_but_their_numbers(
     shuffled = trace_of(folder / "b", *data.draw(st.permutations(rows)), tolerance=Tolerance.LENIENT)
 
     def without_rows(trace: Trace) -> list[RequestSpec]:
-        return [replace(request, request_id="", source_row=None) for request in trace]
+        return [replace(request, request_id="any", source_row=None) for request in trace]
 
     assert without_rows(plain) == without_rows(shuffled)
     assert (plain.rows_dropped, plain.notes) == (shuffled.rows_dropped, shuffled.notes)
@@ -151,3 +151,66 @@ def test_json_rows_of_other_models_are_shown(read: Read) -> None:
     trace = read(call, call | {"model": "small"}, call, model="big")
     assert trace.rows_dropped == {"other model": 1}
     assert [(offence.row, offence.reason) for offence in trace.offences] == [(2, "other model")]
+
+
+# ---------------------------------------------------------------- several requests in a line
+
+
+def test_requests_of_a_line_have_its_number_and_ids_of_their_own(read: Read) -> None:
+    line = {"timestamp": 0, "requests": [{"prompt_length": 6, "output_length": 3}] * 2}
+    broken = {"timestamp": 0, "requests": [*line["requests"], {"prompt_length": -1, "output_length": 1}]}
+    trace = read(line, line)
+    assert trace.requests.values("source_row") == [1, 1, 2, 2]
+    assert trace.requests.values("request_id") == ["row-000001", "row-000001.2", "row-000002", "row-000002.2"]
+    with pytest.raises(WorkloadError, match="row 2: prompt_length -1"):
+        read(line, broken)
+
+
+# ---------------------------------------------------------------- what a file says and nobody follows
+
+
+def test_rows_that_depend_on_others_are_counted(read: Read) -> None:
+    free = MOONCAKE | {"wait_for": [], "branches": None}
+    trace = read(free, free | {"wait_for": [1]}, free | {"wait_for": [1], "branches": 2})
+    assert trace.notes == (
+        "branches of 1 rows, wait_for of 2 rows: not followed; these requests are sent at their own times",
+    )
+    assert read(free).notes == ()
+
+
+BENCH = {"input_lens": [5], "output_lens": [3], "start_times": [1.0], "request_rate": "inf"}
+
+
+def test_bench_results_say_what_paced_them(read: Read) -> None:
+    assert read(BENCH | {"max_concurrency": None}).notes == ()
+    held = read(BENCH | {"max_concurrency": 8}, BENCH | {"max_concurrency": 16, "start_times": [2.0]}).notes
+    assert held == (
+        "measured with max_concurrency 8, 16: the client held requests back until others had ended, so start_times "
+        "carry the pace of the engine that was measured",
+    )
+    [paced] = read(BENCH | {"request_rate": 2.5}).notes
+    assert paced == "measured with request_rate 2.5: start_times are those of the client's own process"
+
+
+# ---------------------------------------------------------------- requests that cannot be meant
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"output_token_ids": (1, 2, 3)},
+            r"output_token_ids \(1, 2, 3\) must be at most output_tokens \(2\)",
+        ),
+        ({"session_id": ""}, "session_id '' must be a text, not empty"),
+        ({"client_id": ""}, "client_id '' must be a text, not empty"),
+        ({"request_id": ""}, "request_id '' must be a text, not empty"),
+    ],
+)
+def test_a_request_whose_names_or_answer_cannot_be_meant_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkloadError, match=message):
+        RequestSpec(**{"request_id": "a", "arrival_s": 0.0, "prompt_tokens": 1, "output_tokens": 2} | fields)
+    # The whole answer is one of its lengths.
+    RequestSpec(request_id="a", arrival_s=0.0, prompt_tokens=1, output_tokens=2, output_token_ids=(1, 2))

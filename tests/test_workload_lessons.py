@@ -218,7 +218,10 @@ def test_lesson_23_deadlines_and_arrivals_count_from_one_origin(
             [{"request_id": "a", "prompt_tokens": 5, "output_tokens": 5}],
             "row 1: arrival_s None: must be given",
         ),
-        ([mooncake(0, 600), '{"timestamp": NaN, "input_length": 5, "output_length": 5}'], "row 2: timestamp nan: must"),
+        (
+            [mooncake(0, 600), '{"timestamp": NaN, "input_length": 5, "output_length": 5}'],
+            "row 2: timestamp nan: must",
+        ),
     ],
     ids=["missing", "text", "nan", "inf", "empty", "no date", "our own", "NaN in JSON"],
 )

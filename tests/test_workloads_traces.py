@@ -339,7 +339,7 @@ def without(name):
         ),
         (
             {**GOOD, "output_token_ids": [1, 2, 3]},
-            "output_token_ids '3 ids': must be at most output_tokens (2)",
+            "request 'a': output_token_ids (1, 2, 3) must be at most output_tokens (2) ids, not 3",
         ),
         ({**GOOD, "min_tokens": 3}, "request 'a': min_tokens 3 must be between 0 and output_tokens (2)"),
         ({**GOOD, "cache_salt": ""}, "cache_salt '': must be a text, not empty"),

@@ -30,7 +30,7 @@ def write_trace(
     """Writes our JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet (.parquet), in order of arrival.
 
     `read_trace` gives back the same requests but for their source rows. The file is there whole or not at all. Raises
-    WorkloadError for another ending, for a file that exists (unless `overwrite`), and for ids used twice or empty.
+    WorkloadError for another ending, for a file that exists (unless `overwrite`), and for ids used twice.
     """
     target = _target(path, (*JSON_ENDINGS, PARQUET_ENDING), overwrite)
     columns = as_columns(requests)
@@ -82,9 +82,6 @@ def _check_ids(columns: RequestColumns) -> None:
     if len(set(ids)) < len(ids):
         [(twice, _)] = Counter(ids).most_common(1)
         raise WorkloadError(f"request_id {twice!r}: must be unique")
-    for name in ("request_id", "session_id", "client_id"):
-        if "" in columns.values(name):
-            raise WorkloadError(f"{name} '': must be a text, not empty")
 
 
 def _counted(things: Iterable[T], wrote: Wrote) -> Iterator[T]:

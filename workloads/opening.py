@@ -18,6 +18,7 @@ from servetwin.workloads.spec import ListWorkload, WorkloadError
 from servetwin.workloads.streams import stream
 from servetwin.workloads.traces.formats import known_formats, read_trace
 from servetwin.workloads.traces.options import ReadOptions
+from servetwin.workloads.traces.source import naming
 from servetwin.workloads.traces.trace import Trace
 from servetwin.workloads.vllm_arrivals import BenchServe
 
@@ -56,7 +57,8 @@ def open_workload(
 
 def _is_preset(name_or_path: str | Path) -> bool:
     presets = ", ".join(PRESETS)
-    exists = Path(name_or_path).exists()
+    with naming(name_or_path):
+        exists = Path(name_or_path).exists()
     if isinstance(name_or_path, str) and name_or_path in PRESETS:
         if exists:
             raise WorkloadError(

@@ -14,6 +14,7 @@ from servetwin.sim.commands.trace_making import Making, finish, options_of
 from servetwin.workloads import PRESETS, RequestColumns, Tolerance, WorkloadError, build_preset, read_trace
 from servetwin.workloads.checks import check_count, check_seed
 from servetwin.workloads.fitted import FittedModel, load_model
+from servetwin.workloads.traces.source import naming
 from servetwin.workloads.two_sample import two_sample
 
 WHOLE_PROFILE = 0.95
@@ -72,7 +73,8 @@ def _drawn(request: SynthRequest) -> Making:
 
 
 def _is_preset(model: str) -> bool:
-    exists = Path(model).exists()
+    with naming(model):
+        exists = Path(model).exists()
     if model in PRESETS and exists:
         raise WorkloadError(f"model {model!r}: is a preset and a file here; the file is ./{model}")
     if model not in PRESETS and not exists:

@@ -47,6 +47,7 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
     context: dict[str, int] = {}  # session -> tokens of its last prompt and answer
     """Session -> tokens of its last prompt and answer, where rows are deltas."""
     fractions = False
+    unheeded: Counter[str] = Counter()
 
     def read(number: int, row: Fields) -> None:
         nonlocal fractions
@@ -71,6 +72,7 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
         )
         sessions.emitted(columns)
         fractions |= isinstance(row.row.get("timestamp"), float)
+        unheeded.update(name for name in UNHEEDED if row.row.get(name))
         if session is not None:
             context[session] = prompt + output
 
@@ -81,10 +83,9 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
         )
     reading.arrivals = sessions.arrivals
     reading.about |= {"time_unit": unit, "block_size": block}
-    if unheeded := UNHEEDED & reading.source.head.keys:
-        reading.notes.append(
-            f"{', '.join(sorted(unheeded))}: not followed; requests are sent at their own times"
-        )
+    if unheeded:
+        counted = ", ".join(f"{name} of {unheeded[name]:,} rows" for name in sorted(unheeded))
+        reading.notes.append(f"{counted}: not followed; these requests are sent at their own times")
 
 
 @dataclass

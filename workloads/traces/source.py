@@ -72,6 +72,15 @@ class Head:
         )
 
 
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """What the system refuses inside (no permission, a folder, a file that vanished) as one line with the path."""
+    try:
+        yield
+    except OSError as e:
+        raise WorkloadError(f"{path}: cannot be read: {e}") from e
+
+
 class Source:
     """A trace file or folder, read from the beginning as often as wanted.
 
@@ -82,9 +91,11 @@ class Source:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         self.file = Path(path)
-        if not self.file.exists():
+        with naming(path):
+            exists, is_plain = self.file.exists(), self.file.is_file() or self.file.is_dir()
+        if not exists:
             raise WorkloadError(f"{path}: no such file")
-        if not (self.file.is_file() or self.file.is_dir()):
+        if not is_plain:
             raise WorkloadError(f"{path}: is no regular file; a trace is read more than once: save it first")
 
     @cached_property
@@ -127,23 +138,18 @@ class Source:
             return text
 
     def _is_parquet(self) -> bool:
-        try:
-            with self.file.open("rb") as stream:
-                return stream.read(len(PARQUET)) == PARQUET
-        except OSError as e:
-            raise WorkloadError(f"{self.path}: cannot be read: {e}") from e
+        with naming(self.path), self.file.open("rb") as stream:
+            return stream.read(len(PARQUET)) == PARQUET
 
     @contextmanager
     def _open(self) -> Iterator[io.TextIOWrapper]:
         try:
-            with _text(self.file) as stream:
+            with naming(self.path), _text(self.file) as stream:
                 yield stream
         except UnicodeDecodeError as e:
             raise WorkloadError(
                 f"{self.path}: is not UTF-8 text ({e.reason} at byte {e.start} of a chunk)"
             ) from e
-        except OSError as e:
-            raise WorkloadError(f"{self.path}: cannot be read: {e}") from e
 
 
 def _text(file: Path) -> io.TextIOWrapper:

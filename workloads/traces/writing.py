@@ -20,7 +20,10 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Where to write what becomes `path` when the block ends well; else nothing is left and `path` is as it was."""
     # What a link names is replaced, not the link.
     path = Path(os.path.realpath(path))
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".unfinished", dir=path.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".unfinished", dir=path.parent)
+    except OSError as e:
+        raise WorkloadError(f"{path}: cannot be written: {e.strerror}") from e
     os.close(handle)
     unfinished = Path(name)
     try:
