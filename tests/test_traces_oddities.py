@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servetwin.sim.cli import run
 from servetwin.workloads import RequestSpec, WorkloadError
 from servetwin.workloads.traces import ReadOptions, Tolerance, Trace, read_trace
 
@@ -214,3 +216,65 @@ def test_a_request_whose_names_or_answer_cannot_be_meant_is_refused(
         RequestSpec(**{"request_id": "a", "arrival_s": 0.0, "prompt_tokens": 1, "output_tokens": 2} | fields)
     # The whole answer is one of its lengths.
     RequestSpec(request_id="a", arrival_s=0.0, prompt_tokens=1, output_tokens=2, output_token_ids=(1, 2))
+
+
+# ---------------------------------------------------------------- files that are something else, or cannot be read
+
+
+Say = Callable[..., str]
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:50,396,109\n"
+RUN = ("--executor", "constant", "--step-time-s", "0.01", "--out")
+
+
+@pytest.fixture
+def said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    """What a command that is refused says: one line."""
+
+    def refusal(*words: str) -> str:
+        capsys.readouterr()
+        assert run(words) == 2
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        return message
+
+    return refusal
+
+
+def test_a_fitted_model_and_a_trace_are_told_apart(tmp_path: Path, said: Say) -> None:
+    trace, model = tmp_path / "trace.csv", tmp_path / "model.json"
+    trace.write_text(AZURE)
+    assert run(["trace", "fit", str(trace), "-o", str(model)]) == 0
+    for words in (["trace", "info", str(model)], ["run", str(model), *RUN, str(tmp_path / "out")]):
+        assert f"{model}: is a fitted model, no trace: `servetwin trace synth` makes" in said(*words)
+    columns = tmp_path / "trace.parquet"
+    assert run(["trace", "convert", str(trace), "-o", str(columns)]) == 0
+    for path in (trace, columns):
+        message = said("trace", "synth", str(path), "-o", str(tmp_path / "x.jsonl"))
+        assert f"{path}: is no fitted model; where it is a trace, `servetwin trace fit` makes" in message
+
+
+def test_what_the_system_refuses_names_the_file(tmp_path: Path, said: Say) -> None:
+    folder, gz = tmp_path / "servegen", tmp_path / "cut.csv.gz"
+    (folder / "chunk-0-trace.csv").mkdir(parents=True)
+    (folder / "chunk-0-dataset.json").write_text("{}")
+    gz.write_bytes(gzip.compress(AZURE.encode())[:40])
+    loop = tmp_path / "loop.csv"
+    loop.symlink_to(loop)
+    long = tmp_path / ("n" * 300)
+    for path, named in ((folder, folder / "chunk-0-trace.csv"), (gz, gz), (loop, loop), (long, long)):
+        out = str(tmp_path / "out.jsonl")
+        for words in (
+            ["trace", "info", str(path)],
+            ["trace", "convert", str(path), "-o", out],
+            ["run", str(path), *RUN, out],
+        ):
+            message = said(*words)
+            if path != loop:
+                assert f"{named}: cannot be read: " in message
+            assert str(path) in message
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, said: Say) -> None:
+    trace, out = tmp_path / "trace.csv", tmp_path / ("n" * 300 + ".jsonl")
+    trace.write_text(AZURE)
+    assert f"{out}: cannot be written: " in said("trace", "convert", str(trace), "-o", str(out))

@@ -12,6 +12,7 @@ from servetwin.workloads.spec import RequestSpec, WorkloadError
 from servetwin.workloads.to_mooncake import BLOCK_TOKENS, mooncake_rows, not_said
 from servetwin.workloads.traces.jsonl import to_jsonl
 from servetwin.workloads.traces.parquet import write_parquet
+from servetwin.workloads.traces.source import naming
 from servetwin.workloads.traces.writing import whole_file, write_json_lines
 from servetwin.workloads.transform import as_columns
 
@@ -66,15 +67,20 @@ def _target(path: str | Path, endings: Sequence[str], overwrite: bool) -> Path:
     target = Path(path)
     if not target.name.endswith(tuple(endings)):
         raise WorkloadError(f"{path}: the name must end in {', '.join(endings)}")
+    with naming(path, "written"):
+        _check_free(target, overwrite)
+    return target
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
     if target.is_dir() or (target.exists() and not overwrite):
         raise WorkloadError(
-            f"{path}: is a folder"
+            f"{target}: is a folder"
             if target.is_dir()
-            else f"{path}: exists; overwrite it with --overwrite (overwrite=True)"
+            else f"{target}: exists; overwrite it with --overwrite (overwrite=True)"
         )
     if not target.parent.is_dir():
-        raise WorkloadError(f"{path}: there is no folder {target.parent}")
-    return target
+        raise WorkloadError(f"{target}: there is no folder {target.parent}")
 
 
 def _check_ids(columns: RequestColumns) -> None:

@@ -91,21 +91,25 @@ class RequestSpec:
                 yield name, "must be a text, not empty"
         if abs(self.priority) > MAX_PRIORITY:
             yield "priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+        if not 0 <= self.min_tokens <= self.output_tokens:
+            yield "min_tokens", f"must be between 0 and output_tokens ({self.output_tokens})"
+        yield from self._token_problems()
+        yield from self._prefix_problems()
+        yield from self._session_problems()
+
+    def _token_problems(self) -> Iterator[tuple[str, str]]:
         for name in ("prompt_token_ids", "output_token_ids", "stop_token_ids"):
             ids = getattr(self, name)
             if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
                 yield name, f"must hold ids between 0 and {MAX_TOKEN_ID}"
         if self.prompt_token_ids is not None and len(self.prompt_token_ids) != self.prompt_tokens:
             yield "prompt_tokens", f"differs from the {len(self.prompt_token_ids)} prompt_token_ids"
-        if not 0 <= self.min_tokens <= self.output_tokens:
-            yield "min_tokens", f"must be between 0 and output_tokens ({self.output_tokens})"
-        if self.output_token_ids is not None and len(self.output_token_ids) > self.output_tokens:
+        answer = len(self.output_token_ids or ())
+        if answer > self.output_tokens:
             yield (
                 "output_token_ids",
-                f"must be at most output_tokens ({self.output_tokens}) ids, not {len(self.output_token_ids)}",
+                f"must be at most output_tokens ({self.output_tokens}) ids, not {answer}",
             )
-        yield from self._prefix_problems()
-        yield from self._session_problems()
 
     def _session_problems(self) -> Iterator[tuple[str, str]]:
         if self.turn is not None and not 0 <= self.turn <= MAX_TOKENS:

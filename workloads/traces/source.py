@@ -73,12 +73,12 @@ class Head:
 
 
 @contextmanager
-def naming(path: object) -> Iterator[None]:
+def naming(path: object, what: str = "read") -> Iterator[None]:
     """What the system refuses inside (no permission, a folder, a file that vanished) as one line with the path."""
     try:
         yield
     except OSError as e:
-        raise WorkloadError(f"{path}: cannot be read: {e}") from e
+        raise WorkloadError(f"{path}: cannot be {what}: {e.strerror or e}") from e
 
 
 class Source:
