@@ -129,9 +129,7 @@ def _check_times(trace: Trace, arrivals: Arrivals | None, loop: Loop) -> None:
         raise WorkloadError(
             f"{trace.path}: has no times: give a request rate (--request-rate; inf sends all at once)"
         )
-    times_s = trace.requests.arrival_s
-    # A trace that was converted without times has all of its requests at one.
-    if arrivals is not None and trace.arrivals == "recorded" and times_s[0] < times_s[-1]:
+    if arrivals is not None and trace.arrivals == "recorded":
         raise WorkloadError(
             f"{trace.path}: has arrivals of its own, which a request rate cannot change; "
             "`servetwin trace scale` writes it at another rate"

@@ -93,6 +93,7 @@ def _from_model(request: SynthRequest) -> Making:
     making = Making(model.draw(request.num_prompts, request.rate, request.seed), [], list(model.notes))
     making.notes += _of_profile(model, making.requests)
     if making.requests.has("think_time_s"):
+        making.arrivals = "first turns"
         making.note(FIRST_TURNS)
     making.result["fitted_to"] = model.fitted_to.model_dump()
     return making

@@ -32,6 +32,7 @@ from servetwin.workloads.traces import (
     vllm_bench,
     weka,
 )
+from servetwin.workloads.traces.doubts import doubts
 from servetwin.workloads.traces.options import ReadOptions
 from servetwin.workloads.traces.rows import Rows
 from servetwin.workloads.traces.source import Source, naming
@@ -114,7 +115,7 @@ def _read(source: Source, options: ReadOptions) -> Trace:
         offences=tuple(rows.offences),
         arrivals=reading.arrivals,
         about=reading.about,
-        notes=tuple(reading.notes),
+        notes=(*reading.notes, *doubts(requests)),
     )
 
 

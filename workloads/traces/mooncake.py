@@ -26,7 +26,9 @@ from servetwin.workloads.traces.values import Damage, Fields
 BLOCK_TOKENS = 512
 KEYS = frozenset({"input_length", "output_length"})
 TIMES = frozenset({"timestamp", "session_id", "delay"})
-"""One of them at least stands beside the lengths."""
+"""One of them at least stands beside the lengths, but in files without times."""
+UNTIMED = KEYS | {"hash_ids"}
+"""All that a row of a file without times has."""
 OTHERS = frozenset({"chat_id", "parent_chat_id", "timestamp_us"})
 """Fields of formats that share those above."""
 UNHEEDED = frozenset({"wait_for", "branches", "prefix_reset"})
@@ -145,7 +147,9 @@ def check_ids(ids: list[int], prompt_tokens: int, block: int, *, partial_has_id:
 
 
 def _matches(head: Head) -> bool:
-    return head.keys >= KEYS and not TIMES.isdisjoint(head.keys) and OTHERS.isdisjoint(head.keys)
+    if not head.keys >= KEYS or not OTHERS.isdisjoint(head.keys):
+        return False
+    return not TIMES.isdisjoint(head.keys) or head.keys <= UNTIMED
 
 
 FORMAT = TraceFormat(
