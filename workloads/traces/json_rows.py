@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.traces.json_stream import JsonStream
 from servetwin.workloads.traces.json_text import parse_json
 from servetwin.workloads.traces.rows import Rows
 from servetwin.workloads.traces.source import Source
-from servetwin.workloads.traces.values import Damage, Fields, shown
+from servetwin.workloads.traces.values import Damage, Fields
 
 
 def numbered_lines(source: Source) -> Iterator[tuple[int, str]]:
@@ -44,9 +45,13 @@ def parse_document(source: Source) -> Any:
         raise WorkloadError(f"{source.path}: is not JSON: {e}") from e
 
 
-def document_rows(source: Source) -> list[Any]:
-    """The elements of the JSON list that the file is."""
-    value = parse_document(source)
-    if not isinstance(value, list):
-        raise WorkloadError(f"{source.path}: {shown(value)}: must be a JSON list")
-    return value
+def document_rows(source: Source) -> Iterator[Any]:
+    """The elements of the JSON list that the file is, one after another."""
+    stream = JsonStream(source)
+    if stream.peek() != "[":
+        raise WorkloadError(f"{source.path}: begins with {stream.peek()!r}: must be a JSON list")
+    try:
+        yield from stream.elements()
+        stream.end()
+    except Damage as e:
+        raise WorkloadError(f"{source.path}: is not JSON: {e}") from e

@@ -24,7 +24,8 @@ HEAD_CHARACTERS = 1 << 20
 CHUNK_CHARACTERS = 1 << 20
 MAX_LINE_CHARACTERS = 1 << 26
 """Of a prompt of some million token ids, or a text of as many words."""
-MAX_DOCUMENT_CHARACTERS = 1 << 31
+MAX_DOCUMENT_CHARACTERS = 1 << 28
+"""Of a document that is taken as a whole."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +117,23 @@ class Source:
     def lines(self) -> Iterator[str]:
         """Every line, without its ending."""
         rest = ""
-        with self._open() as stream:
-            while chunk := stream.read(CHUNK_CHARACTERS):
-                # Not splitlines: it splits at characters that texts may hold, too.
-                lines = (rest + chunk).split("\n")
-                rest = lines.pop()
-                if len(rest) > MAX_LINE_CHARACTERS:
-                    raise WorkloadError(
-                        f"{self.path}: has a line of more than {MAX_LINE_CHARACTERS:,} characters"
-                    )
-                yield from lines
+        for chunk in self.chunks():
+            # Not splitlines: it splits at characters that texts may hold, too.
+            lines = (rest + chunk).split("\n")
+            rest = lines.pop()
+            if len(rest) > MAX_LINE_CHARACTERS:
+                raise WorkloadError(
+                    f"{self.path}: has a line of more than {MAX_LINE_CHARACTERS:,} characters"
+                )
+            yield from lines
         if rest:
             yield rest
+
+    def chunks(self) -> Iterator[str]:
+        """The whole text in pieces."""
+        with self._open() as stream:
+            while chunk := stream.read(CHUNK_CHARACTERS):
+                yield chunk
 
     def document(self) -> str:
         """The whole text."""

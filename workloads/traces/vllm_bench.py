@@ -9,15 +9,16 @@ another by one clock. Source: vllm/benchmarks/serve.py of vLLM 0.22.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from servetwin.workloads.checks import is_int
 from servetwin.workloads.spec import WorkloadError
-from servetwin.workloads.traces.nested import NO_REQUESTS, NestedRows, documents, each_holder
-from servetwin.workloads.traces.source import MAX_DOCUMENT_CHARACTERS, Head
+from servetwin.workloads.traces.json_stream import JsonStream
+from servetwin.workloads.traces.nested import NO_REQUESTS, NestedRows
+from servetwin.workloads.traces.source import Head
 from servetwin.workloads.traces.trace import Reading, TraceFormat
 from servetwin.workloads.traces.values import Damage, Fields, Useless, shown
 
@@ -27,6 +28,8 @@ RUN_KEYS = frozenset(
     {"num_prompts", "total_input_tokens", "backend", "endpoint_type", "model_id", "request_rate"}
 )
 ARRAYS = ("input_lens", "output_lens", "start_times", "errors")
+READ = frozenset({*ARRAYS, "request_rate", "max_concurrency", "backend", "endpoint_type"})
+"""What else a result holds, such as the latencies of all tokens, may be a hundred times as long and is not kept."""
 FAILED = "failed request"
 CLIENT_COUNTS = (
     "input_lens are the client's counts of chat messages: what a chat template added is not in them"
@@ -134,13 +137,36 @@ def _results(reading: Reading, rows: NestedRows) -> Iterator[_Result]:
             _Result(number, kept, row.row.get("request_rate"), row.row.get("max_concurrency"), is_chat)
         )
 
-    each_holder(documents(reading.source.document().split("\n"), MAX_DOCUMENT_CHARACTERS), rows, read)
+    _each_result(JsonStream(reading.source, objects_begin_lines=True), rows, read)
     if undetailed and not found:
         raise WorkloadError(
             f"{reading.source.path}: has the totals of a benchmark, but not the lengths of its requests: "
             f"vllm bench serve writes them with --save-detailed"
         )
     return iter(found)
+
+
+def _each_result(stream: JsonStream, rows: NestedRows, read: Callable[[int, Fields], None]) -> None:
+    for number in count(1):
+        if not stream.peek():
+            return
+        try:
+            read(number, _fields(stream))
+        except Damage as e:
+            rows.damaged(number, e)
+            stream.to_next_object()
+
+
+def _fields(stream: JsonStream) -> Fields:
+    found: dict[str, Any] = {}
+    for name in stream.members():
+        if name not in READ:
+            stream.skip()
+        elif stream.peek() == "[":
+            found[name] = list(stream.elements())
+        else:
+            found[name] = stream.value()
+    return Fields(found)
 
 
 def _array(row: Fields, name: str) -> list[Any]:
