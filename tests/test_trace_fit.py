@@ -538,7 +538,7 @@ def changed(model: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
     ("where", "value", "problem"),
     [
         ("version", 2, "version 2: Input should be 1"),
-        ("format", "other", "format 'other': Input should be 'servetwin workload model'"),
+        ("format", "other", "is no fitted model"),
         ("arrivals.process.cv", -1.0, r"cv -1.0: Input should be greater than or equal to 0.001"),
         ("arrivals.process.kind", "pareto", "pareto"),
         ("arrivals.rates_per_s", [], r"arrivals.rates_per_s \[\]: "),

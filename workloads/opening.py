@@ -14,10 +14,12 @@ from servetwin.workloads.closed_loop import ClosedLoop, Loop, as_workload
 from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.presets import PRESETS, build_preset
 from servetwin.workloads.spec import ArgumentError, ListWorkload, WorkloadError
-from servetwin.workloads.statistics.arrivals import arrival_figures, find_ticks, independent_times
+from servetwin.workloads.statistics.arrivals import arrival_figures
+from servetwin.workloads.statistics.ticks import find_crowded_ticks
 from servetwin.workloads.statistics.warnings import replay_warnings
 from servetwin.workloads.traces.formats import known_formats, read_trace
 from servetwin.workloads.traces.options import ReadOptions
+from servetwin.workloads.traces.source import naming
 from servetwin.workloads.traces.trace import Trace
 from servetwin.workloads.vllm_arrivals import BenchServe
 
@@ -60,7 +62,8 @@ def open_workload(
 
 def _is_preset(name_or_path: str | Path) -> bool:
     presets = ", ".join(PRESETS)
-    exists = Path(name_or_path).exists()
+    with naming(name_or_path):
+        exists = Path(name_or_path).exists()
     if isinstance(name_or_path, str) and name_or_path in PRESETS:
         if exists:
             raise WorkloadError(
@@ -132,7 +135,7 @@ def _warnings(trace: Trace) -> list[str]:
     """What `trace info` says of recorded times that mislead: of the whole trace, whatever part of it is sent."""
     if trace.arrivals == "none":
         return []
-    ticks = find_ticks(independent_times(trace.requests))
+    ticks = find_crowded_ticks(trace.requests)
     return list(replay_warnings(arrival_figures(trace.requests.arrival_s), ticks))
 
 
@@ -141,9 +144,7 @@ def _check_times(trace: Trace, arrivals: Arrivals | None, loop: Loop) -> None:
         raise WorkloadError(
             f"{trace.path}: has no times: give a request rate (--request-rate; inf sends all at once)"
         )
-    times_s = trace.requests.arrival_s
-    # A trace that was converted without times has all of its requests at one.
-    if arrivals is not None and trace.arrivals == "recorded" and times_s[0] < times_s[-1]:
+    if arrivals is not None and trace.arrivals == "recorded":
         problem = (
             f"cannot change the times that {trace.path} has of its own; "
             "`servetwin trace scale` writes it at another rate"

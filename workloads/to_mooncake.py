@@ -39,17 +39,20 @@ SAID = frozenset(
 
 
 def mooncake_rows(
-    requests: Sequence[RequestSpec], block_tokens: int = BLOCK_TOKENS
+    requests: Sequence[RequestSpec], block_tokens: int = BLOCK_TOKENS, *, timed: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """One row for each request, in order of arrival. Ids stand as they are where they are of `block_tokens`."""
+    """One row for each request, in order of arrival. Ids stand as they are where they are of `block_tokens`.
+
+    `timed`: whether they have arrival times; rows of others have no timestamp.
+    """
     check_count("block_tokens", block_tokens)
     columns = as_columns(requests)
     blocks = None if _fits(columns, block_tokens) else PromptBlocks(block_tokens)
     in_context = columns.has("context_tokens")
     sent: set[str] = set()
     for spec in columns:
-        row: dict[str, Any] = {
-            "timestamp": round(spec.arrival_s * 1000),
+        row: dict[str, Any] = {"timestamp": round(spec.arrival_s * 1000)} if timed else {}
+        row |= {
             "input_length": spec.prompt_tokens,
             "output_length": spec.output_tokens,
         }
@@ -63,7 +66,7 @@ def mooncake_rows(
         if spec.session_id is not None:
             row["session_id"] = spec.session_id
             if spec.session_id in sent and spec.think_time_s is not None:
-                del row["timestamp"]
+                row.pop("timestamp", None)
                 row["delay"] = _milliseconds(spec.think_time_s)
             sent.add(spec.session_id)
         yield row

@@ -42,6 +42,7 @@ def convert(
         making.notes += write_mooncake(
             write.out,
             making.requests,
+            arrivals=making.arrivals,
             block_tokens=BLOCK_TOKENS if to_block_size is None else to_block_size,
             overwrite=write.overwrite,
             wrote=wrote,

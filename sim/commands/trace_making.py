@@ -17,6 +17,7 @@ from servetwin.sim.commands.show import print_json, say
 from servetwin.sim.commands.trace_flags import OpenFlags, ReadFlags, WriteFlags
 from servetwin.workloads import ReadOptions, RequestColumns, Tolerance, Trace, read_trace
 from servetwin.workloads.export import Wrote, write_trace
+from servetwin.workloads.traces.trace import ArrivalTimes
 from servetwin.workloads.transform import span_of, ticks_spread
 
 LONG = 100_000
@@ -35,6 +36,8 @@ class Making:
     requests: RequestColumns
     traces: list[Trace]
     notes: list[str] = field(default_factory=list)
+    arrivals: ArrivalTimes = "recorded"
+    """Which of the requests have times of their own."""
     result: dict[str, Any] = field(default_factory=dict)
     """What the command adds to its JSON."""
 
@@ -61,7 +64,7 @@ def opened(path: Path, flags: OpenFlags, options: ReadOptions | None = None) -> 
     this one, where the flags do not say it all.
     """
     trace = read_trace(path, options or options_of(flags, Tolerance.NORMAL, flags.seed))
-    making = Making(trace.requests, [trace])
+    making = Making(trace.requests, [trace], arrivals=trace.arrivals)
     for note in trace.notes:
         making.note(f"{path}: {note}")
     if trace.rows_dropped:
@@ -81,7 +84,9 @@ def opened(path: Path, flags: OpenFlags, options: ReadOptions | None = None) -> 
 def finish(making: Making, flags: WriteFlags) -> int:
     """Writes our own format and says what was written."""
     with progress(len(making.requests)) as wrote:
-        write_trace(flags.out, making.requests, overwrite=flags.overwrite, wrote=wrote)
+        write_trace(
+            flags.out, making.requests, arrivals=making.arrivals, overwrite=flags.overwrite, wrote=wrote
+        )
     return tell(making, flags)
 
 

@@ -33,6 +33,9 @@ def merge(
     parts = _opened(paths, read)
     requests = merged([p.requests for p in parts], shared_prefixes=shared_prefixes)
     making = Making(requests, [t for p in parts for t in p.traces], [n for p in parts for n in p.notes])
+    kinds = {p.arrivals for p in parts}
+    # Together with others, of a trace without times later turns still wait for the ones before.
+    making.arrivals = kinds.pop() if len(kinds) == 1 else "first turns"
     if requests.has("prefix_ids"):
         making.note(
             "prefix ids stand as in the traces: equal ones are shared between them"

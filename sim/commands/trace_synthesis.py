@@ -19,6 +19,7 @@ from servetwin.workloads import PRESETS, RequestColumns, Tolerance, WorkloadErro
 from servetwin.workloads.checks import check_above_0, check_requests, check_seed
 from servetwin.workloads.fitted import FittedModel, load_model
 from servetwin.workloads.opening import rate_of_sessions
+from servetwin.workloads.traces.source import naming
 from servetwin.workloads.two_sample import two_sample
 
 WHOLE_PROFILE = 0.95
@@ -83,7 +84,8 @@ def _drawn(request: SynthRequest) -> Making:
 
 
 def _is_preset(model: str) -> bool:
-    exists = Path(model).exists()
+    with naming(model):
+        exists = Path(model).exists()
     if model in PRESETS and exists:
         raise WorkloadError(f"model {model!r}: is a preset and a file here; the file is ./{model}")
     if model not in PRESETS and not exists:
@@ -102,6 +104,7 @@ def _from_model(request: SynthRequest) -> Making:
     making = Making(model.draw(request.num_prompts, request.rate, request.seed), [], list(model.notes))
     making.notes += _of_profile(model, making.requests)
     if making.requests.has("think_time_s"):
+        making.arrivals = "first turns"
         making.note(FIRST_TURNS)
     if request.rate is not None and making.requests.has("session_id"):
         making.note(rate_of_sessions(making.requests))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Literal
 
 from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.spec import ArgumentError, WorkloadError
@@ -30,9 +32,10 @@ from servetwin.workloads.traces import (
     vllm_bench,
     weka,
 )
+from servetwin.workloads.traces.doubts import doubts
 from servetwin.workloads.traces.options import ReadOptions
 from servetwin.workloads.traces.rows import Rows
-from servetwin.workloads.traces.source import Source
+from servetwin.workloads.traces.source import Source, naming
 from servetwin.workloads.traces.trace import Reading, Trace, TraceFormat
 
 FORMATS: tuple[TraceFormat, ...] = (
@@ -74,6 +77,8 @@ FLAGS = {
     "window_s": "--window",
 }
 """Names of the options on a command line."""
+MODEL_FORMAT: Literal["servetwin workload model"] = "servetwin workload model"
+"""What the file of a fitted model says under `format`; it is no trace."""
 _ALWAYS_USED = frozenset({"format", "tolerance", "seed"})
 """The seed is that of a whole run, which has other uses for it."""
 
@@ -86,12 +91,17 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
     """
     options = options or ReadOptions()
     source = Source(path)
+    with naming(source.path):
+        return _read(source, options)
+
+
+def _read(source: Source, options: ReadOptions) -> Trace:
     format_ = _format_of(source, options)
     _check_options(source, format_, options)
     reading = Reading(source, options, Rows(source.path, options.tolerance))
     format_.read(reading)
     rows = reading.rows
-    requests = rows.requests()
+    requests = reading.afterwards(rows.requests())
     if reading.arrivals == "recorded":
         _check_rate(reading, requests)
     else:
@@ -105,7 +115,7 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
         offences=tuple(rows.offences),
         arrivals=reading.arrivals,
         about=reading.about,
-        notes=tuple(reading.notes),
+        notes=(*reading.notes, *doubts(requests)),
     )
 
 
@@ -117,6 +127,10 @@ def known_formats() -> str:
 def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
     if options.format is not None:
         return named_format(options.format)
+    if re.match(rf'\{{[^{{]*"format"\s*:\s*"{MODEL_FORMAT}"', source.head.text):
+        raise WorkloadError(
+            f"{source.path}: is a fitted model, no trace: `servetwin trace synth` makes a trace of it"
+        )
     found = [f for f in FORMATS if f.matches(source.head)]
     if not found and options.columns:
         # Whoever maps columns has said that it is none of the others.

@@ -41,7 +41,7 @@ def _read(reading: Reading) -> None:
         if row.has("url") and not row.text("url").endswith(URLS):
             raise Useless(OTHER_URL)
         body = fields_of("body", row.get("body")[1])
-        if not models.wants(body):
+        if not models.wants(number, body):
             return
         if body.has("n") and body.count("n", at_least=1) != 1:
             raise Damage("n", body.row["n"], "1: several answers to one prompt are not modelled")

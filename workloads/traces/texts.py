@@ -25,6 +25,10 @@ def text_of(row: Fields, *names: str) -> str:
     name, value = row.get(*names)
     if not isinstance(value, str):
         raise Damage(name, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise Damage(name, value, "a text of whole characters") from e
     return value
 
 

@@ -69,6 +69,8 @@ class Reading:
     arrivals: ArrivalTimes = "recorded"
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    afterwards: Callable[[RequestColumns], RequestColumns] = field(default=lambda requests: requests)
+    """What can be said of requests only when all of them are known, in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
