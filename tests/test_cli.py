@@ -718,9 +718,11 @@ def test_a_rate_of_a_trace_with_sessions_is_of_sessions(
     jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns = [
-        row | {"arrival_s": 0, "session_id": f"s{i // 2}", "turn": i % 2, "think_time_s": 1.0}
+        row | {"session_id": f"s{i // 2}", "turn": i % 2, "think_time_s": 1.0}
         for i, row in enumerate(rows(6))
     ]
+    for turn in turns:
+        del turn["arrival_s"]
     served(tmp_path, jsonl(*turns), "--request-rate", "2", "--burstiness", "inf")
     err = capsys.readouterr().err
     assert "the rate asked for is in sessions/s, later turns not counted: 3 sessions, 6 requests" in err

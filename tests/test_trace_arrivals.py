@@ -160,7 +160,7 @@ def test_times_that_are_recorded_at_one_instant_are_times(
         str(tmp_path / "run"),
     ]
     assert run([*load, "--request-rate", "5"]) == 2
-    assert "has arrivals of its own" in capsys.readouterr().err
+    assert "has of its own" in capsys.readouterr().err
     assert run(load) == 0
 
 

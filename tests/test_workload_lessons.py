@@ -511,7 +511,7 @@ def test_lesson_14_burstgpt_keeps_times_and_models_and_never_invents_rows(
     served = replay(path)
     assert column(served, "arrival_s") == [0, 40, 213]
     assert served.header["workload"]["rows_dropped"] == {"failed request": 1}
-    assert "num_prompts 9: must be at most 3, the usable rows" in refusal(path, "--num-prompts", "9")
+    assert "--num-prompts 9: must be at most 3, the usable rows" in refusal(path, "--num-prompts", "9")
     trace("resample", path, "-n", "9", "-o", tmp_path / "nine.jsonl")
     assert len(replay(tmp_path / "nine.jsonl").requests) == 9
 

@@ -15,9 +15,8 @@ MANY_DROPPED = 0.1
 
 
 def row_warnings(trace: Trace) -> Iterator[str]:
-    """About rows that could not be used. Those that nobody asked for have no offence."""
-    unusable = {offence.reason for offence in trace.offences}
-    dropped = sum(count for reason, count in trace.rows_dropped.items() if reason in unusable)
+    """About rows that could not be used."""
+    dropped = sum(count for reason, count in trace.rows_dropped.items() if reason not in trace.unwanted)
     if dropped > MANY_DROPPED * trace.rows_read:
         yield (
             f"{dropped:,} of {counted(trace.rows_read, 'row')} dropped ({100 * dropped / trace.rows_read:.0f} %): "

@@ -113,6 +113,7 @@ def _read(source: Source, options: ReadOptions) -> Trace:
         rows_read=rows.read,
         rows_dropped=dict(rows.dropped),
         offences=tuple(rows.offences),
+        unwanted=frozenset(reading.rows.unwanted),
         arrivals=reading.arrivals,
         about=reading.about,
         notes=(*reading.notes, *doubts(requests)),

@@ -55,6 +55,8 @@ class Rows:
         self.tolerance = tolerance
         self.read = 0
         self.dropped: Counter[str] = Counter()
+        self.unwanted: set[str] = set()
+        """Reasons that are wishes of the user."""
         self.offences: list[Offence] = []
         self._shown: Counter[str] = Counter()
         self._pieces: list[Mapping[str, pa.Array]] = []
@@ -101,6 +103,7 @@ class Rows:
             self._show(number, reason, reason)
         if numbers:
             self.dropped[reason] += len(numbers)
+            self.unwanted.add(reason)
 
     def skip(self, number: int, reason: str) -> None:
         """A row that is read and not emitted, for the named reason."""

@@ -28,6 +28,8 @@ class Trace:
     """Reason -> count."""
     offences: Sequence[Offence] = ()
     """The first dropped rows of each reason."""
+    unwanted: frozenset[str] = frozenset()
+    """Those of the reasons that are wishes of the user, as for one model only."""
     arrivals: ArrivalTimes = "recorded"
     """Which requests have times of their own. First turns: later turns of a session wait for the one before and
     stand at the start of their session. None: all stand at 0, an arrival process is wanted."""
