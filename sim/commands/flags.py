@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token
 
+from servetwin.sim.definitions import formulas_in_words
 from servetwin.sim.human_readable import human_readable_int
 
 RUN = Group("Run", sort_key=0)
@@ -82,7 +83,12 @@ class RunFlags:
         _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
     ] = None
     metric_defs: Annotated[
-        str, _flag(RUN, "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf.")
+        str,
+        _flag(
+            RUN,
+            "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf. Over completed requests: "
+            f"{formulas_in_words()}.",
+        ),
     ] = "vllm-bench"
     json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
     reset_prefix_cache_at: Annotated[
