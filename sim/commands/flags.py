@@ -12,6 +12,7 @@ from servetwin.sim.commands.flag_kinds import count as _int
 from servetwin.sim.commands.flag_kinds import flag as _flag
 from servetwin.sim.commands.flag_kinds import numbers as _ints
 from servetwin.sim.commands.flag_kinds import switch as _switch
+from servetwin.sim.definitions import formulas_in_words
 
 RUN = Group("Run", sort_key=0)
 LOAD = Group("Load", sort_key=1)
@@ -60,7 +61,12 @@ class RunFlags:
         _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
     ] = None
     metric_defs: Annotated[
-        str, _flag(RUN, "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf.")
+        str,
+        _flag(
+            RUN,
+            "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf. Over completed requests: "
+            f"{formulas_in_words()}.",
+        ),
     ] = "vllm-bench"
     json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
     reset_prefix_cache_at: Annotated[
