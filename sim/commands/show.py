@@ -83,8 +83,9 @@ def results_console() -> Console:
 
 
 def results(summary: Mapping[str, Any], clock: str = "simulated") -> list[RenderableType]:
-    """The figures of a run: latencies with their formulas, then load and cache; `clock`: whose duration it is."""
-    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary, clock)]
+    """The figures of a run: latencies with formulas, load and cache, notes; `clock`: whose duration it is."""
+    notes = [Text(f"note: {note}") for note in summary["servetwin"].get("notes", ())]
+    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary, clock), *notes]
 
 
 def _formulas(summary: Mapping[str, Any]) -> Text:

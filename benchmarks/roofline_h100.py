@@ -1,0 +1,217 @@
+"""The roofline step model against vLLM measured on H100: errors of mean TTFT and TPOT, queueing simulated.
+
+    python benchmarks/roofline_h100.py [TABLE.csv] [--rounds 10] [--json FILE]
+
+Every row of the table (`profiles/vllm_measured_h100.csv` of the reference data) is served as it was measured, as far as
+the table says: a closed loop of `batch_size` requests in flight, of equal lengths, prefix caching off. It says neither
+how many requests were sent nor the engine's limits. Assumed, for all rows alike: 10 requests for every place in flight;
+2,048 tokens a step (with 8,192, eight prompts of 1,024 tokens would be one step, and no mean TTFT of theirs could be
+below eight prefills: measured are three); synchronous scheduling and 0.9 of the memory, as that release has them; an
+empty precision is bf16; K and V are bf16. Nothing is fitted per row: the efficiencies are those of the model.
+
+Three rows (Qwen3-32B in fp8, 4,000 + 1,000 tokens) show a TTFT of hardly more than one prefill at 24 to 144 requests in
+flight, which one engine cannot do; they look like the load of several replicas. They are in all figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from servetwin.sim.cards import find_card
+from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
+from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.kv_sizing import KVSettings, cache_on
+from servetwin.sim.metrics import summarize
+from servetwin.sim.model_shape import ModelShape
+from servetwin.sim.quantization import Quantization
+from servetwin.sim.simulation import simulate
+from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.steptime.roofline import RooflineStepModel
+from servetwin.sim.token_source import TokenSource
+from servetwin.workloads import ListWorkload, RequestSpec
+
+TABLE = Path(os.environ.get("SERVETWIN_DATA", "../shared")) / "profiles" / "vllm_measured_h100.csv"
+SHAPES = {
+    "Qwen/Qwen3-32B": {
+        "num_layers": 64, "hidden_size": 5120, "num_heads": 64, "num_kv_heads": 8, "head_dim": 128,
+        "intermediate_size": 25600, "vocab_size": 151936,
+    },
+    "meta-llama/Llama-3.1-70B": {
+        "num_layers": 80, "hidden_size": 8192, "num_heads": 64, "num_kv_heads": 8, "head_dim": 128,
+        "intermediate_size": 28672, "vocab_size": 128256,
+    },
+}  # fmt: skip
+"""The dimensions in the published config.json of the models that were measured."""
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION = 256, 2048, 0.9
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured row."""
+
+    model: str
+    precision: str
+    isl: int
+    osl: int
+    batch_size: int
+    tp: int
+    ttft_ms: float
+    tpot_ms: float
+
+    @property
+    def shape(self) -> ModelShape:
+        quantization = Quantization("fp8", 8, fp8_matmul=True) if self.precision == "fp8" else None
+        return ModelShape(name=self.model, quantization=quantization, **SHAPES[self.model])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row with what was simulated for it."""
+
+    row: Row
+    ttft_ms: float
+    tpot_ms: float
+
+    @property
+    def ttft_error(self) -> float:
+        return self.ttft_ms / self.row.ttft_ms - 1
+
+    @property
+    def tpot_error(self) -> float:
+        return self.tpot_ms / self.row.tpot_ms - 1
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of the table."""
+    with path.open(newline="") as file:
+        return [
+            Row(
+                model=r["model_path"],
+                precision=r["precision"] or "bf16",
+                isl=int(r["isl"]),
+                osl=int(r["osl"]),
+                batch_size=int(r["batch_size"]),
+                tp=int(r["tp_size"]),
+                ttft_ms=float(r["silicon_ttft_ms"]),
+                tpot_ms=float(r["silicon_tpot_ms"]),
+            )
+            for r in csv.DictReader(file)
+        ]
+
+
+def predict(row: Row, rounds: int) -> Result:
+    """The row's closed loop, simulated: `rounds` requests for every place in flight."""
+    engine = _engine(row)
+    requests = [
+        RequestSpec(request_id=f"r{i}", arrival_s=0.0, prompt_tokens=row.isl, output_tokens=row.osl)
+        for i in range(rounds * row.batch_size)
+    ]
+    tokens, log = TokenSource(engine.model.vocab_size), MemorySink()
+    model = RooflineStepModel(row.shape, find_card("H100"), tensor_parallel_size=row.tp)
+    simulate(
+        RunConfig(engine=engine, executor="roofline"),
+        ListWorkload(requests),
+        ModelledStepTimer(model, tokens, "roofline"),
+        EventLog(log, log_blocks=False),
+        tokens=tokens,
+        plan_tokens=False,
+        log_blocks=False,
+        max_concurrency=row.batch_size,
+    )
+    summary = summarize(log)
+    return Result(row, summary["mean_ttft_ms"], summary["mean_tpot_ms"])
+
+
+def _engine(row: Row) -> EngineConfig:
+    settings = KVSettings(
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+        tensor_parallel_size=row.tp,
+        gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
+        graphs=False,
+    )
+    return EngineConfig(
+        model=ModelConfig(max_model_len=row.isl + row.osl, vocab_size=row.shape.vocab_size),
+        cache=CacheConfig(
+            num_gpu_blocks=cache_on(row.shape, find_card("H100"), settings).num_gpu_blocks,
+            enable_prefix_caching=False,
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS),
+    )
+
+
+def groups(results: Iterable[Result]) -> list[dict[str, object]]:
+    """Errors by model, precision and tensor-parallel size, and over all rows."""
+    kinds: dict[tuple[str, str, str], list[Result]] = {}
+    for result in results:
+        row = result.row
+        for key in ((row.model, row.precision, str(row.tp)), ("all", "", "")):
+            kinds.setdefault(key, []).append(result)
+    return [_errors(key, kinds[key]) for key in sorted(kinds, key=lambda k: (k[0] == "all", k))]
+
+
+def _errors(key: tuple[str, str, str], found: Sequence[Result]) -> dict[str, object]:
+    ttft, tpot = [r.ttft_error for r in found], [r.tpot_error for r in found]
+    return {
+        "model": key[0],
+        "precision": key[1],
+        "tp": key[2],
+        "rows": len(found),
+        "tpot_mape_percent": _percent(map(abs, tpot)),
+        "tpot_bias_percent": _percent(tpot),
+        "ttft_mape_percent": _percent(map(abs, ttft)),
+        "ttft_bias_percent": _percent(ttft),
+    }
+
+
+def _percent(errors: Iterable[float]) -> float:
+    return round(100 * statistics.fmean(errors), 1)
+
+
+def table(rows: Sequence[dict[str, object]]) -> str:
+    """As text, a group a line."""
+    head = f"{'model':<26}{'precision':<11}{'TP':>3}{'rows':>6}{'TPOT MAPE':>12}{'bias':>8}{'TTFT MAPE':>12}{'bias':>8}"
+    return "\n".join([head, *map(_line, rows)])
+
+
+def _line(r: dict[str, object]) -> str:
+    return (
+        f"{r['model']!s:<26}{r['precision']!s:<11}{r['tp']!s:>3}{r['rows']!s:>6}{r['tpot_mape_percent']:>10} %"
+        f"{r['tpot_bias_percent']:>+8}{r['ttft_mape_percent']:>10} %{r['ttft_bias_percent']:>+8}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", nargs="?", type=Path, default=TABLE)
+    parser.add_argument("--rounds", type=int, default=10, help="requests for every place in flight")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    rows = read_rows(arguments.table)
+    for i, row in enumerate(rows, start=1):
+        results.append(predict(row, arguments.rounds))
+        print(f"{i} of {len(rows)} rows", end="\r", file=sys.stderr)
+    found = groups(results)
+    print(table(found))
+    if arguments.json is not None:
+        told = [
+            asdict(r.row)
+            | {"simulated_ttft_ms": round(r.ttft_ms, 2), "simulated_tpot_ms": round(r.tpot_ms, 3)}
+            for r in results
+        ]
+        text = json.dumps({"rounds": arguments.rounds, "errors": found, "rows": told}, indent=1)
+        arguments.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
