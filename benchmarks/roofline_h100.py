@@ -1,10 +1,12 @@
 """The roofline step model against vLLM measured on H100: errors of mean TTFT and TPOT, queueing simulated.
 
-    python benchmarks/roofline_h100.py [TABLE.csv] [--rounds 10] [--json FILE]
+    python benchmarks/roofline_h100.py [TABLE.csv] [--json FILE]
 
 Every row of the table (`profiles/vllm_measured_h100.csv` of the reference data) is served as it was measured, as far as
 the table says: a closed loop of `batch_size` requests in flight, of equal lengths, prefix caching off. It says neither
-how many requests were sent nor the engine's limits. Assumed, for all rows alike: 10 requests for every place in flight;
+how many requests were sent nor the engine's limits. Assumed, for all rows alike: 10 requests for every place in flight
+(five rounds are simulated, three of the longest outputs: the first begins all at once, the last but one stands for
+those that are left out, after the last nobody comes);
 2,048 tokens a step (with 8,192, eight prompts of 1,024 tokens would be one step, and no mean TTFT of theirs could be
 below eight prefills: measured are three); synchronous scheduling and 0.9 of the memory, as that release has them; an
 empty precision is bf16; K and V are bf16. Nothing is fitted per row: the efficiencies are those of the model.
@@ -25,11 +27,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from servetwin.sim.cards import find_card
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.kv_sizing import KVSettings, cache_on
-from servetwin.sim.metrics import summarize
 from servetwin.sim.model_shape import ModelShape
 from servetwin.sim.quantization import Quantization
 from servetwin.sim.simulation import simulate
@@ -51,7 +54,9 @@ SHAPES = {
 }  # fmt: skip
 """The dimensions in the published config.json of the models that were measured."""
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION = 256, 2048, 0.9
-BLOCK_SIZE = 16
+ROUND_WEIGHTS, LONG_ROUND_WEIGHTS = (1, 1, 1, 6, 1), (1, 8, 1)
+"""Rounds of requests that each simulated round stands for; long: from LONG_OUTPUT_TOKENS on."""
+LONG_OUTPUT_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,10 @@ class Row:
     tp: int
     ttft_ms: float
     tpot_ms: float
+
+    @property
+    def round_weights(self) -> tuple[int, ...]:
+        return LONG_ROUND_WEIGHTS if self.osl >= LONG_OUTPUT_TOKENS else ROUND_WEIGHTS
 
     @property
     def shape(self) -> ModelShape:
@@ -108,12 +117,12 @@ def read_rows(path: Path) -> list[Row]:
         ]
 
 
-def predict(row: Row, rounds: int) -> Result:
-    """The row's closed loop, simulated: `rounds` requests for every place in flight."""
+def predict(row: Row) -> Result:
+    """The row's closed loop, simulated."""
     engine = _engine(row)
     requests = [
         RequestSpec(request_id=f"r{i}", arrival_s=0.0, prompt_tokens=row.isl, output_tokens=row.osl)
-        for i in range(rounds * row.batch_size)
+        for i in range(len(row.round_weights) * row.batch_size)
     ]
     tokens, log = TokenSource(engine.model.vocab_size), MemorySink()
     model = RooflineStepModel(row.shape, find_card("H100"), tensor_parallel_size=row.tp)
@@ -127,8 +136,16 @@ def predict(row: Row, rounds: int) -> Result:
         log_blocks=False,
         max_concurrency=row.batch_size,
     )
-    summary = summarize(log)
-    return Result(row, summary["mean_ttft_ms"], summary["mean_tpot_ms"])
+    return _means(row, log)
+
+
+def _means(row: Row, log: MemorySink) -> Result:
+    """Over all rounds; TTFT from the sending, TPOT after the first token."""
+    requests = log.requests
+    weights = np.array(row.round_weights)[requests.request_id.str[1:].astype(int) // row.batch_size]
+    ttft_s = np.average(requests.first_token_s - requests.sent_s, weights=weights)
+    tpot_s = np.average((requests.last_token_s - requests.first_token_s) / (row.osl - 1), weights=weights)
+    return Result(row, float(ttft_s) * 1e3, float(tpot_s) * 1e3)
 
 
 def _engine(row: Row) -> EngineConfig:
@@ -193,13 +210,12 @@ def _line(r: dict[str, object]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("table", nargs="?", type=Path, default=TABLE)
-    parser.add_argument("--rounds", type=int, default=10, help="requests for every place in flight")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = []
     rows = read_rows(arguments.table)
     for i, row in enumerate(rows, start=1):
-        results.append(predict(row, arguments.rounds))
+        results.append(predict(row))
         print(f"{i} of {len(rows)} rows", end="\r", file=sys.stderr)
     found = groups(results)
     print(table(found))
@@ -209,7 +225,7 @@ def main() -> None:
             | {"simulated_ttft_ms": round(r.ttft_ms, 2), "simulated_tpot_ms": round(r.tpot_ms, 3)}
             for r in results
         ]
-        text = json.dumps({"rounds": arguments.rounds, "errors": found, "rows": told}, indent=1)
+        text = json.dumps({"errors": found, "rows": told}, indent=1)
         arguments.json.write_text(text + "\n")
 
 

@@ -38,9 +38,11 @@ class HFConfig:
     def max_model_len(self, wanted: int | None) -> int:
         """Tokens of context: `wanted`, else the model's own by vLLM's rules.
 
-        Raises ModelFolderError when the positions are missing, or fewer than wanted.
+        Raises ModelFolderError when there are fewer positions than wanted, and when neither says a number.
         """
         limit = next((self.text[key] for key in POSITION_KEYS if self.text.get(key)), None)
+        if limit is None and wanted is not None:
+            return wanted
         if not isinstance(limit, int) or limit < 1:
             raise ModelFolderError(f"{self.path}: max_position_embeddings is missing or no positive number")
         rope = self._rope()

@@ -165,6 +165,17 @@ def test_more_tokens_a_step_take_more_room(kv: Kv) -> None:
     assert many < few
 
 
+def test_a_float32_checkpoint_runs_in_bfloat16(kv: Kv) -> None:
+    """As vLLM's --dtype auto; float32 on demand."""
+    assert kv(*GIVEN_40_GIB, torch_dtype="float32")["kv_bytes_per_token"] == 131_072
+    assert kv(*GIVEN_40_GIB, "--dtype", "float32", torch_dtype="float32")["kv_bytes_per_token"] == 262_144
+
+
+def test_a_model_without_positions_takes_the_length_given(kv: Kv) -> None:
+    """BLOOM and its like have no limit of their own."""
+    assert kv(*GIVEN_40_GIB, max_position_embeddings=None)["max_model_len"] == 8192
+
+
 # ---------------------------------------------------------------- a mix of lengths
 
 

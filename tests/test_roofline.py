@@ -228,7 +228,7 @@ def test_short_measured_runs_are_met(shared_data: Path) -> None:
         if (r.osl, r.isl) == (128, 1024) and r.batch_size <= 16
     ]
     assert len(rows) == 6
-    *by_tp, _ = script.groups([script.predict(row, 4) for row in rows])
+    *by_tp, _ = script.groups([script.predict(row) for row in rows])
     for group in by_tp:
         assert group["rows"] == 2
         assert group["tpot_mape_percent"] <= 20

@@ -80,8 +80,9 @@ def to_json(answer: Answer) -> dict[str, Any]:
 
 
 def _stored(answer: Answer) -> str:
-    quantization = answer.shape.quantization
-    return answer.sizing.dtype + (f", {quantization.method} weights" if quantization else "")
+    shape, dtype = answer.shape, answer.sizing.dtype
+    cast = f" (checkpoint: {shape.dtype})" if shape.dtype != dtype else ""
+    return dtype + cast + (f", {shape.quantization.method} weights" if shape.quantization else "")
 
 
 def _memory_rows(answer: Answer) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ of the card's peaks (S. Williams et al., "Roofline", CACM 2009).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,12 +89,13 @@ class RooflineStepModel:
         """The linear layers: their weights are read once a step, of the experts those that some token chose."""
         shape = self._shape
         flops = 2 * tokens * (shape.dense_parameters + shape.active_expert_parameters) / self._cards
-        read = shape.dense_parameters * shape.bytes_per_dense_parameter(self._dtype) / self._cards
+        dense = shape.dense_parameters * shape.bytes_per_dense_parameter(self._dtype) / self._cards
+        read = np.full_like(tokens, dense)
         if (experts := shape.experts) is not None:
             # A token misses a given expert with probability 1 - k / E; routing is taken to be even and independent.
             hit = 1 - (1 - experts.per_token / experts.count) ** tokens
             stored = shape.expert_parameters * shape.bytes_per_expert_parameter(self._dtype)
-            read = read + hit * stored / self._cards
+            read += hit * stored / self._cards
         return np.maximum(flops / self._matmul_rate(), read / self._bandwidth)
 
     def _matmul_rate(self) -> float:
@@ -121,7 +123,7 @@ class RooflineStepModel:
         seen = total.astype(np.float64)
         if shape.window_tokens is None:
             return seen * shape.num_layers
-        cut = np.minimum(seen, queries * float(shape.window_tokens))
+        cut: Floats = np.minimum(seen, queries * float(shape.window_tokens))
         return seen * (shape.num_layers - shape.num_windowed_layers) + cut * shape.num_windowed_layers
 
     def _flops_per_pair(self) -> float:
@@ -158,9 +160,9 @@ class RooflineStepModel:
         n = self._cards
         if n == 1:
             return np.zeros_like(tokens)
-        sent = tokens * self._shape.hidden_size * self._value_bytes * 2 * (n - 1) / n
+        sent: Floats = tokens * self._shape.hidden_size * self._value_bytes * 2 * (n - 1) / n
         each = sent / (self._card.link_bytes_per_s * self._efficiency.link)
-        return 2 * self._shape.num_layers * (each + self._efficiency.all_reduce_s * np.log2(n))
+        return 2 * self._shape.num_layers * (each + self._efficiency.all_reduce_s * math.log2(n))
 
     def _host_s(self, rows: Floats) -> Floats:
         """The host's part, and the starts of all kernels."""
