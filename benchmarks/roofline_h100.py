@@ -4,12 +4,16 @@
 
 Every row of the table (`profiles/vllm_measured_h100.csv` of the reference data) is served as it was measured, as far as
 the table says: a closed loop of `batch_size` requests in flight, of equal lengths, prefix caching off. It says neither
-how many requests were sent nor the engine's limits. Assumed, for all rows alike: 10 requests for every place in flight
-(five rounds are simulated, three of the longest outputs: the first begins all at once, the last but one stands for
-those that are left out, after the last nobody comes);
-2,048 tokens a step (with 8,192, eight prompts of 1,024 tokens would be one step, and no mean TTFT of theirs could be
-below eight prefills: measured are three); synchronous scheduling and 0.9 of the memory, as that release has them; an
-empty precision is bf16; K and V are bf16. Nothing is fitted per row: the efficiencies are those of the model.
+how many requests were sent nor the engine's limits. Assumed, for all rows alike:
+
+- 10 requests for every place in flight. Five rounds are simulated, of outputs of 8,192 tokens three: the first begins
+  all at once, the last but one stands for those that are left out, after the last nobody comes.
+- 2,048 tokens a step. With 8,192, eight prompts of 1,024 tokens would be one step, and no mean TTFT of theirs could be
+  below eight prefills; measured are three.
+- Synchronous scheduling and 0.9 of the memory, as that release has them; an empty precision is bf16; K and V are bf16.
+
+Nothing is fitted per row, model or card. But the efficiencies, round figures, were chosen with an eye on the TPOT of
+this table, so its errors are no held-out errors; those are in `tests/test_roofline.py` (two other cards).
 
 Three rows (Qwen3-32B in fp8, 4,000 + 1,000 tokens) show a TTFT of hardly more than one prefill at 24 to 144 requests in
 flight, which one engine cannot do; they look like the load of several replicas. They are in all figures.

@@ -22,7 +22,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """What is reached of the peaks, and what no peak tells; the same for all cards and models."""
+    """What is reached of the peaks, and what no peak tells; the same for all cards and models.
+
+    Round figures within what kernels are known to reach, chosen with an eye on vLLM's TPOT on H100
+    (`benchmarks/roofline_h100.py`); no other card was looked at.
+    """
 
     matmul: float = 0.70
     """Of dense FLOP/s, in large bf16 matrix products: clocks fall under load, and tiles do not fill the card."""
