@@ -17,6 +17,7 @@ from servetwin.sim.definitions import formulas_in_words
 RUN = Group("Run", sort_key=0)
 LOAD = Group("Load", sort_key=1)
 MODEL = Group("Model", sort_key=2)
+ROOFLINE = Group("Card (executor roofline)", sort_key=2)
 CACHE = Group("KV cache", sort_key=3)
 SCHEDULER = Group("Scheduler", sort_key=4)
 SPECULATION = Group("Speculative decoding", sort_key=5)
@@ -33,7 +34,8 @@ class RunFlags:
         str | None,
         _flag(
             RUN,
-            "Required. torch: a real model, measured. constant: every step takes --step-time-s. "
+            "Required. torch: a real model, measured. constant: every step takes --step-time-s. roofline: estimated "
+            "for --model from the published peaks of --gpu. "
             "module:attribute: your own, called with ExecutorOptions (the current folder is searched, too).",
         ),
     ] = None
@@ -245,6 +247,20 @@ class EngineFlags:
             "only.",
         ),
     ] = None
+    gpu: Annotated[
+        str | None,
+        _flag(
+            ROOFLINE,
+            "Card to estimate step times for, and the size of the pool: H100, A100-80GB, RTX-4090 ...",
+        ),
+    ] = None
+    tensor_parallel_size: Annotated[int, _int(ROOFLINE, "Cards that share every layer.")] = 1
+    kv_cache_dtype: Annotated[
+        str,
+        _flag(
+            ROOFLINE, "Data type of K and V: auto (as --dtype), bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")
     ] = None
@@ -257,14 +273,15 @@ class EngineFlags:
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[
-        int | None, _int(CACHE, "Memory of the KV cache in bytes; executor torch only.")
+        int | None, _int(CACHE, "Memory of the KV cache in bytes; executors torch and roofline only.")
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
         _flag(
             CACHE,
-            "Part of the device's memory (0 to 1) that the engine may use, weights and activations included; executor "
-            "torch only (default: 0.92 of a GPU; on a CPU half of what is free, at most 4 GiB for the cache).",
+            "Part of the device's memory (0 to 1) that the engine may use, weights and activations included; executors "
+            "torch and roofline only (default: 0.92 of a GPU; on a CPU half of what is free, at most 4 GiB for the "
+            "cache).",
         ),
     ] = None
     enable_prefix_caching: Annotated[bool, _flag(CACHE, "Reuse KV blocks of equal prompt prefixes.")] = True

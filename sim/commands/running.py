@@ -57,8 +57,8 @@ class RunRequest:
         """The same with what --vllm-args says, which is told where it has no effect. Raises UsageError."""
         if self.engine.vllm_args is None:
             return self
-        runs_a_model = self.flags.live or self.flags.executor != "constant"
-        engine, notes = with_vllm_args(self.engine, self.engine.vllm_args, runs_a_model=runs_a_model)
+        executor = "torch" if self.flags.live else str(self.flags.executor)
+        engine, notes = with_vllm_args(self.engine, self.engine.vllm_args, executor=executor)
         for note in notes:
             say(note)
         return replace(self, engine=engine)
@@ -74,7 +74,8 @@ class RunRequest:
         self._check_clock()
         if flags.executor is None and not flags.live:
             raise UsageError(
-                "--executor is missing: torch (with --model), constant (with --step-time-s), or module:attribute"
+                "--executor is missing: torch (with --model), constant (with --step-time-s), roofline (with --gpu and "
+                "--model), or module:attribute"
             )
         definitions(flags.metric_defs)
         self.load.check()
@@ -98,8 +99,9 @@ class RunRequest:
     def _check_sampling(self) -> None:
         sampling = self.sampling
         SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-        if self.flags.executor == "constant" and sampling != SamplingFlags():
-            raise UsageError("--temperature, --top-k and --top-p have no effect with --executor constant")
+        executor = self.flags.executor
+        if executor in ("constant", "roofline") and sampling != SamplingFlags():
+            raise UsageError(f"--temperature, --top-k and --top-p have no effect with --executor {executor}")
 
 
 def carry_out(request: RunRequest) -> int:

@@ -95,10 +95,11 @@ def results_console() -> Console:
 
 
 def results(summary: Mapping[str, Any], clock: str = "simulated") -> list[RenderableType]:
-    """The figures of a run with their formulas: latencies, then load and cache; `clock`: whose duration it is."""
+    """The figures of a run: latencies with formulas, load and cache, notes; `clock`: whose duration it is."""
     rates = summary["servetwin"]["formulas"]
     meant = Text("\n".join(f"{title} = {rates[key]}" for key, title in RATES), style="dim")
-    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary, clock), meant]
+    notes = [Text(f"note: {note}") for note in summary["servetwin"].get("notes", ())]
+    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary, clock), meant, *notes]
 
 
 def _formulas(summary: Mapping[str, Any]) -> Text:
