@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from servetwin.sim.commands.flags import CACHE, MODEL, SCHEDULER, whole_number
+from servetwin.sim.commands.flag_kinds import whole_number
+from servetwin.sim.commands.flags import CACHE, MODEL, SCHEDULER
 
 CARD = Group("Card", sort_key=1)
 MIX = Group("Length mix", sort_key=5)
