@@ -7,7 +7,6 @@ after the aborts that came while it ran.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from servetwin.sim.config import EngineConfig, ExecutorOptions, explain
 from servetwin.sim.contract import EngineCoreOutput, EngineCoreRequest
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.engine_options import why_synchronous
+from servetwin.sim.kv_capacity import full_capacity
 from servetwin.sim.plugins import Executor
 from servetwin.sim.policy import load_policy
 from servetwin.sim.progress_guard import ProgressGuard, StalledError
@@ -271,13 +271,11 @@ def _configuration_errors_explained() -> Iterator[None]:
 
 
 def _log_start(config: EngineConfig, described: dict[str, Any], took_s: float) -> None:
-    """vLLM's start-up lines; tokens of the cache are concurrency x max_model_len, as there."""
-    max_model_len, num_blocks = config.model.max_model_len, config.cache.num_gpu_blocks
-    blocks_per_request = math.ceil(max_model_len / config.cache.block_size)
-    cache = "GPU KV cache" if described.get("device_type") == "cuda" else "KV cache"
-    logger.info("%s size: %s tokens", cache, f"{num_blocks * max_model_len // blocks_per_request:,}")
-    concurrency = f"{num_blocks / blocks_per_request:.2f}x"
-    logger.info("Maximum concurrency for %s tokens per request: %s", f"{max_model_len:,}", concurrency)
+    """vLLM's start-up lines."""
+    cache = config.cache
+    capacity = full_capacity(cache.num_gpu_blocks, cache.block_size, config.model.max_model_len)
+    for line in capacity.lines("GPU KV cache" if described.get("device_type") == "cuda" else "KV cache"):
+        logger.info("%s", line)
     if config.scheduler.async_scheduling:
         logger.info("Asynchronous scheduling is enabled.")
     else:

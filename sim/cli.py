@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
-from servetwin.sim.commands.errors import PolicyFailedError
+from servetwin.sim.commands.errors import InfeasibleError, PolicyFailedError
 from servetwin.sim.commands.help_layout import help_formatter
 from servetwin.sim.contract import EngineDeadError
 
@@ -23,6 +23,7 @@ COMMANDS = {
     "decide": "Print the scheduler's decisions for a scenario, one JSON line per step.",
     "execute": "Run recorded plans on the executor, without any scheduler.",
     "explain": "Tell the life of one request of a run: what happened when, and why it waited.",
+    "kv": "How many requests fit: weights, KV cache and concurrency of a model on a card.",
     "trace": "Look at traces of requests; convert, scale, cut, merge, resample, fit and imitate them.",
     "dash": "Look at runs in the browser.",
 }
@@ -72,6 +73,8 @@ def run(argv: Sequence[str]) -> int:
     except ValueError as e:
         # Every refusal of input is a ValueError with a message for the person who typed the command.
         return _complain(str(e), 2)
+    except InfeasibleError as e:
+        return _complain(str(e), 3)
     except MemoryError as e:
         return _complain(f"out of memory: {e}" if str(e) else "out of memory", 1)
     except (OSError, PolicyFailedError, EngineDeadError) as e:

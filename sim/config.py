@@ -266,7 +266,7 @@ class RunConfig(Config):
 
     engine: EngineConfig
     executor: str
-    """torch | constant | module:attribute"""
+    """torch | constant | roofline | module:attribute"""
     seed: int = 0
     ignore_eos: bool = True
     step_time_s: float | None = None

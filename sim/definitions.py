@@ -60,11 +60,17 @@ class MetricDefinitions:
     tpot: RequestMetric
     itl: Metric
     e2e: RequestMetric
+    ntpot: RequestMetric | None = None
+    """Normalized time per output token, where the tool has one."""
+
+    def metrics(self) -> dict[str, Metric]:
+        """Metric name -> what it means here."""
+        named = {name: getattr(self, name) for name in ("ttft", "tpot", "itl", "e2e", "ntpot")}
+        return {name: metric for name, metric in named.items() if metric is not None}
 
     def formulas(self, *, held_back: bool = False) -> dict[str, str]:
         """Metric name -> formula, to stand wherever the numbers stand."""
-        names = ("ttft", "tpot", "itl", "e2e")
-        return {name: getattr(self, name).words(held_back=held_back) for name in names}
+        return {name: metric.words(held_back=held_back) for name, metric in self.metrics().items()}
 
 
 def _mean_gap(r: Timestamps) -> Times:
@@ -84,7 +90,7 @@ MEAN_GAP = "(last_token - first_token) / (output_tokens - 1)"
 TTFT = RequestMetric("first_token - sent", lambda r: r.first_token - r.sent)
 TPOT = RequestMetric(f"{MEAN_GAP}, output_tokens > 1", _mean_gap)
 TPOT_OR_ZERO = RequestMetric(f"{MEAN_GAP}, 0 for one token", _mean_gap_or_zero)
-TPOT_WITH_TTFT = RequestMetric(
+PER_OUTPUT_TOKEN = RequestMetric(
     "(last_token - sent) / output_tokens, which includes TTFT",
     lambda r: (r.last_token - r.sent) / r.output_tokens,
 )
@@ -98,8 +104,8 @@ DEFINITIONS: dict[str, MetricDefinitions] = {
     for d in (
         MetricDefinitions("vllm-server", TTFT, TPOT_OR_ZERO, POOLED_ITL, SERVER_E2E),
         MetricDefinitions("vllm-bench", TTFT, TPOT, POOLED_ITL, CLIENT_E2E),
-        MetricDefinitions("guidellm", TTFT, TPOT_WITH_TTFT, MEAN_ITL, SERVER_E2E),
-        MetricDefinitions("inference-perf", TTFT, TPOT, POOLED_ITL, CLIENT_E2E),
+        MetricDefinitions("guidellm", TTFT, PER_OUTPUT_TOKEN, MEAN_ITL, SERVER_E2E),
+        MetricDefinitions("inference-perf", TTFT, TPOT, POOLED_ITL, CLIENT_E2E, PER_OUTPUT_TOKEN),
     )
 }
 
@@ -111,7 +117,6 @@ ENGINE_INTERVALS: dict[str, RequestMetric] = {
 }
 """The engine's view of a request, as in vLLM; waits after a preemption fall into prefill or decode."""
 
-
 CLIENT_INTERVALS: dict[str, RequestMetric] = {
     "client_queue_time": RequestMetric("sent - arrival", lambda r: r.sent - r.arrival),
     "ttft_including_client_queue": RequestMetric(
@@ -121,6 +126,30 @@ CLIENT_INTERVALS: dict[str, RequestMetric] = {
 }
 """Where a client held requests back: its part of the wait, which the latencies since `sent` leave out (names as in
 vLLM's #54136)."""
+
+
+RATES: dict[str, str] = {
+    "duration": "last finish of a completed request - first arrival",
+    "request_throughput": "completed requests / duration",
+    "output_throughput": "output tokens of completed requests / duration",
+    "total_token_throughput": "prompt and output tokens of completed requests / duration",
+}
+"""The same in every set. What requests that did not complete had got until then counts nowhere."""
+
+
+def formulas_in_words() -> str:
+    """Every metric with its formulas, for help texts; where the sets differ, each is followed by those that mean it."""
+    sets_of: dict[str, dict[str, list[str]]] = {}
+    for chosen in DEFINITIONS.values():
+        for metric, formula in chosen.formulas(held_back=True).items():
+            sets_of.setdefault(metric, {}).setdefault(formula, []).append(chosen.name)
+
+    def in_words(meanings: dict[str, list[str]]) -> str:
+        if list(meanings.values()) == [[*DEFINITIONS]]:
+            return next(iter(meanings))
+        return " | ".join(f"{formula} ({', '.join(sets)})" for formula, sets in meanings.items())
+
+    return "; ".join(f"{metric.upper()} = {in_words(meanings)}" for metric, meanings in sets_of.items())
 
 
 def definitions(name: str) -> MetricDefinitions:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from servetwin.sim.cards import UNKNOWN_CARD_LIMITS
 from servetwin.sim.config import (
     CacheConfig,
     EngineConfig,
@@ -24,9 +25,7 @@ from servetwin.sim.config import (
 )
 from servetwin.sim.rules import CORRECTIONS, Rules
 
-DEFAULT_MAX_NUM_SEQS = 256
-SERVER_MAX_NUM_BATCHED_TOKENS = 2048
-"""Default of `vllm serve` 0.22.0 on a card that its device rule does not know."""
+DEFAULT_MAX_NUM_SEQS, SERVER_MAX_NUM_BATCHED_TOKENS = UNKNOWN_CARD_LIMITS
 OFFLINE_MAX_NUM_BATCHED_TOKENS = 8192
 """Default of its class LLM there."""
 LONG_PREFILL_FRACTION = 0.04
@@ -128,19 +127,23 @@ class EngineOptions:
         except ValueError as e:
             raise ValueError(f"vllm_compat {e}") from e
 
-    def limits(self, max_model_len: int) -> tuple[int, int]:
-        """(max_num_seqs, max_num_batched_tokens), with vLLM's defaults where they were not given."""
+    def limits(self, max_model_len: int, of_card: tuple[int, int] | None = None) -> tuple[int, int]:
+        """(max_num_seqs, max_num_batched_tokens), with vLLM's defaults where they were not given.
+
+        `of_card`: its defaults on the card, where that is known.
+        """
         factor = 2 if self.performance_mode == "throughput" else 1
         tokens = self.max_num_batched_tokens
         if tokens is None:
             # Without chunked prefill a step must hold the longest prompt.
             offline = self.usage_context == "llm_class"
-            tokens = (OFFLINE_MAX_NUM_BATCHED_TOKENS if offline else SERVER_MAX_NUM_BATCHED_TOKENS) * factor
+            unknown = OFFLINE_MAX_NUM_BATCHED_TOKENS if offline else SERVER_MAX_NUM_BATCHED_TOKENS
+            tokens = (unknown if of_card is None else of_card[1]) * factor
             if not self.enable_chunked_prefill:
                 tokens = max(tokens, max_model_len)
         seqs = self.max_num_seqs
         if seqs is None:
-            seqs = min(DEFAULT_MAX_NUM_SEQS * factor, tokens)
+            seqs = min((DEFAULT_MAX_NUM_SEQS if of_card is None else of_card[0]) * factor, tokens)
         return seqs, tokens
 
     def executor_options(

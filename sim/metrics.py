@@ -19,6 +19,7 @@ from servetwin.sim.definitions import (
     CLIENT_INTERVALS,
     DEFINITIONS,
     ENGINE_INTERVALS,
+    RATES,
     TPOT_OR_ZERO,
     TTFT,
     Metric,
@@ -120,6 +121,8 @@ def summarize(
         "itl": distribution(chosen.itl, times, log.itl),
         "e2el": distribution(chosen.e2e, times, log.itl),
     }
+    # No key of `vllm bench serve`: it stands with ours only.
+    ntpot = {"ntpot": distribution(chosen.ntpot, times, log.itl)} if chosen.ntpot else {}
     held_back = _client_intervals(times, log.itl)
     client_formulas = {name: CLIENT_INTERVALS[name].formula for name in held_back}
     return {
@@ -133,12 +136,13 @@ def summarize(
             "metric_defs": chosen.name,
             "formulas": chosen.formulas(held_back=bool(held_back))
             | {name: m.formula for name, m in ENGINE_INTERVALS.items()}
-            | client_formulas,
+            | client_formulas
+            | RATES,
             "percentile_method": "linear",
             "requests": finish_counts(log),
             "latency": {
                 f"{name}_ms": statistics_ms(d)
-                for name, d in (latencies | engine_intervals(times, log.itl) | held_back).items()
+                for name, d in (latencies | ntpot | engine_intervals(times, log.itl) | held_back).items()
             },
             **_engine_figures(log),
         },

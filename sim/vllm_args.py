@@ -142,6 +142,8 @@ _MODELLED: dict[str, Callable[[Any], Any]] = {
     "num_gpu_blocks_override": _number,
     "kv_cache_memory_bytes": _number,
     "gpu_memory_utilization": float,
+    "kv_cache_dtype": str,
+    "tensor_parallel_size": _positive,
     "enable_prefix_caching": bool,
     "max_num_seqs": _number,
     "max_num_batched_tokens": _number,

@@ -284,6 +284,8 @@ def serve(
     cache_resets_ns: Iterable[int] = (),
     on_step: StepObserver | None = None,
     sink: Sink | None = None,
+    max_concurrency: int | None = None,
+    log_blocks: bool = True,
 ) -> MemorySink:
     """The log of requests served by the simulated clock; `sink` gets it instead, if there is one."""
     log = MemorySink()
@@ -295,11 +297,12 @@ def serve(
         EventLog(log if sink is None else sink, save_tokens=save_tokens),
         tokens=tokens,
         plan_tokens=False,
-        log_blocks=True,
+        log_blocks=log_blocks,
         host=host,
         policy=policy,
         cache_resets_ns=cache_resets_ns,
         on_step=on_step,
+        max_concurrency=max_concurrency,
     )
     return log
 

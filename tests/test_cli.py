@@ -403,9 +403,9 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--dtype", "bfloat16"], "--dtype has no effect"),
         ([*CONSTANT, "--temperature", "1"], "have no effect with --executor constant"),
         ([*CONSTANT, "--save-plans"], "need --out"),
-        ([*CONSTANT, "--num-prompts", "7"], "num_prompts 7"),
-        ([*CONSTANT, "--request-rate", "3"], "has arrivals of its own"),
-        ([*CONSTANT, "--request-rate", "0"], "--request-rate 0.0 must be above 0"),
+        ([*CONSTANT, "--num-prompts", "7"], "--num-prompts 7: must be at most 6"),
+        ([*CONSTANT, "--request-rate", "3"], "--request-rate 3.0: cannot change the times that"),
+        ([*CONSTANT, "--request-rate", "0"], "--request-rate 0.0: must be a number above 0, or infinite"),
         ([*CONSTANT, "--burstiness", "2"], "--burstiness goes with --request-rate or --ramp-up-strategy"),
         (
             [*CONSTANT, "--ramp-up-end-rps", "2"],
@@ -413,19 +413,19 @@ def test_decide_refuses_what_can_never_run(
         ),
         ([*CONSTANT, "--dataset-name", "random"], "stands in the place of WORKLOAD"),
         ([*CONSTANT, "--random-input-len", "5"], "--random-input-len goes with --dataset-name random"),
-        ([*CONSTANT, "--loop", "closed"], "loop 'closed': no request has a session_id"),
+        ([*CONSTANT, "--loop", "closed"], "--loop 'closed': no request has a session_id"),
         ([*CONSTANT, "--columns", "prompt_tokens"], "--columns 'prompt_tokens' must be field=name"),
         ([*CONSTANT, "--window", "1"], "--window '1' must be START:END in seconds"),
         ([*CONSTANT, "--window", "1:2"], "window_s (--window) has no use for the format servetwin jsonl"),
         ([*CONSTANT, "--tokenizer", "/nowhere"], "--tokenizer /nowhere: there is no tokenizer.json"),
-        ([*CONSTANT, "--trace-format", "nope"], "format 'nope': must be one of azure, mooncake"),
-        ([*CONSTANT, "--num-prompts", "0"], "--num-prompts 0 must be 1 or more"),
+        ([*CONSTANT, "--trace-format", "nope"], "--trace-format 'nope': must be one of azure, mooncake"),
+        ([*CONSTANT, "--num-prompts", "0"], "--num-prompts 0: must be a whole number, 1 or more"),
         ([], "--executor is missing: torch"),
         ([*CONSTANT, "--metric-defs", "mine"], "mine"),
         ([*CONSTANT, "--scheduling-policy", "lifo"], "lifo"),
         (
             ["--executor", "nonsense"],
-            "--executor 'nonsense' is not known; allowed: constant (with --step-time-s), torch",
+            "--executor 'nonsense' is not known; allowed: constant (with --step-time-s), roofline (with --gpu), torch",
         ),
         (["--executor", "json:nothing"], "has no attribute 'nothing'"),
         (["--executor", "no.such.module:x"], "needs the module 'no'"),
@@ -433,10 +433,10 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--gpu-memory-utilization", "0.5"], "--gpu-memory-utilization has no effect"),
         ([*CONSTANT, "--zero-fresh-blocks"], "--zero-fresh-blocks has no effect"),
         ([*CONSTANT, "--compile"], "--compile has no effect"),
-        ([*CONSTANT, "--max-concurrency", "0"], "--max-concurrency 0 must be 1 or more"),
+        ([*CONSTANT, "--max-concurrency", "0"], "--max-concurrency 0: must be a whole number, 1 or more"),
         (["--live"], "needs --model"),
         ([*CONSTANT, "--live"], "--live goes with --executor torch only, got constant"),
-        (["--live", "--max-concurrency", "0"], "--max-concurrency 0 must be 1 or more"),
+        (["--live", "--max-concurrency", "0"], "--max-concurrency 0: must be a whole number, 1 or more"),
         (["--live", "--reset-prefix-cache-at", "1"], "goes with simulated time only"),
         (["--live", "--step-time-s", "1"], "--step-time-s has no effect with --live"),
         (
@@ -678,8 +678,54 @@ def test_a_limit_of_the_client_is_shown_apart(
     """What it held back stands beside the latencies, which count from the sending."""
     assert run(["run", jsonl(*rows()), *CONSTANT, *SMALL, *POOL, "--max-concurrency", "1"]) == 0
     shown = capsys.readouterr().out
-    for words in ("held back", "E2E in all", "= first_token - sent", "= sent - arrival"):
+    for words in (
+        "held back",
+        "TTFT from arrival",
+        "E2E from arrival",
+        "= first_token - sent",
+        "= sent - arrival",
+    ):
         assert words in shown
+
+
+def test_what_misleads_in_recorded_times_is_said_once_unless_asked_not_to(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the whole trace, also where its first requests alone are sent; run.json has it in any case."""
+    coarse = [row | {"arrival_s": 3.0 * (i // 4) + (1000 if i else 0)} for i, row in enumerate(rows(120))]
+    trace = jsonl(*coarse)
+    loud = read_run(served(tmp_path, trace, "--num-prompts", "5", name="loud"))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert [line.removeprefix("warning: ") for line in said] == loud.header["workload"]["warnings"]
+    for line, words in zip(said, ("31 instants, 3 s apart", "idle head: the first"), strict=True):
+        assert words in line
+    quiet = read_run(served(tmp_path, trace, "--num-prompts", "5", "--no-trace-warnings", name="quiet"))
+    assert "warning" not in capsys.readouterr().err
+    assert quiet.header["workload"]["warnings"] == loud.header["workload"]["warnings"]
+
+
+def test_prefixes_that_some_requests_do_not_tell_are_said(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = rows(2, prefix_ids=[1, 2, 3], prefix_block_tokens=16)
+    served(tmp_path, jsonl(*told, *rows(6)[2:]))
+    assert "prefix reuse: known for 2 of 6 requests" in capsys.readouterr().err
+    served(tmp_path, jsonl(*told), name="all")
+    assert "prefix reuse" not in capsys.readouterr().err
+
+
+def test_a_rate_of_a_trace_with_sessions_is_of_sessions(
+    jsonl: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [
+        row | {"session_id": f"s{i // 2}", "turn": i % 2, "think_time_s": 1.0}
+        for i, row in enumerate(rows(6))
+    ]
+    for turn in turns:
+        del turn["arrival_s"]
+    served(tmp_path, jsonl(*turns), "--request-rate", "2", "--burstiness", "inf")
+    err = capsys.readouterr().err
+    assert "the rate asked for is in sessions/s, later turns not counted: 3 sessions, 6 requests" in err
 
 
 def test_sessions_wait_for_their_answers_unless_told_otherwise(

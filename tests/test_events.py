@@ -4,85 +4,24 @@ from __future__ import annotations
 
 import pytest
 from engines import NO_SHAPE
+from stories import S, Story, four_tokens_a_step, preempted_once, request
 
-from servetwin.sim.contract import CachedRequestData, ModelRunnerOutput, SchedulerOutput, StepResult
+from servetwin.sim.contract import ModelRunnerOutput, StepResult
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.records import (
     Admission,
     BlockChange,
     EngineCoreOutputs,
-    Finish,
-    Frame,
     Preemption,
-    ScheduleRecord,
     WaitReason,
 )
 from servetwin.sim.timeline import StepTimes
-from servetwin.workloads import RequestSpec
-
-S = 1_000_000_000
-
-
-def request(name: str, arrival_s: float = 0.0, prompt: int = 4) -> RequestSpec:
-    return RequestSpec(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, output_tokens=9)
-
-
-class Story:
-    """Tells a log one step after another, in whole seconds."""
-
-    def __init__(self, **options: bool) -> None:
-        self.sink = MemorySink()
-        self.log = EventLog(self.sink, **options)
-        self.steps = 0
-
-    def schedule(self, at: int, rows: dict[str, int] | None = None, **record: object) -> Frame:
-        """A schedule call with `rows` (request -> tokens) and the given fields of its record."""
-        scheduled = rows or {}
-        known = CachedRequestData(
-            req_ids=[*scheduled],
-            new_block_ids=[None] * len(scheduled),
-            num_computed_tokens=[4] * len(scheduled),
-        )
-        plan = SchedulerOutput([], known, scheduled, sum(scheduled.values()), {}, [0], set())
-        frame = Frame(self.steps, at * S, plan, ScheduleRecord(**record))  # type: ignore[arg-type]
-        self.steps += 1
-        self.log.scheduled(frame)
-        return frame
-
-    def update(self, frame: Frame, at: int, *tokens: str, **finished: str) -> None:
-        """The step ends: one token each for `tokens`; `finished` gives finish reasons."""
-        result = StepResult(
-            0, at * S - frame.start_ns, ModelRunnerOutput([], {}, []), "story", shape=NO_SHAPE
-        )
-        outputs = EngineCoreOutputs(
-            {r: [7] for r in tokens}, {r: Finish(f, None) for r, f in finished.items()}
-        )
-        self.log.stepped(frame, result, StepTimes(0, frame.start_ns, frame.start_ns, at * S), at * S, outputs)
-
-    def step(self, start: int, end: int, *tokens: str, **finished: str) -> None:
-        """A step in which every request of `tokens` computes and gets one token."""
-        self.update(self.schedule(start, dict.fromkeys(tokens, 1)), end, *tokens, **finished)
-
-    def waits(self) -> list[tuple[str, str, float, float]]:
-        rows = self.sink.events[self.sink.events.kind == "wait"]
-        return list(zip(rows.request_id, rows.reason, rows.time_s, rows.until_s, strict=True))
 
 
 def test_a_preempted_request_keeps_its_first_times() -> None:
     """Times, counts and events of one request through preemption and resumption (reports.md 54)."""
-    story = Story(save_tokens=True)
-    story.log.arrived(request("a"), 0)
-    admitted = Admission("a", resumed=False, hit_tokens=2, blocks=1)
-    story.update(story.schedule(2, {"a": 4}, admitted=[admitted]), 3, "a")
-    story.step(3, 4, "a")
-    story.update(story.schedule(5, preempted=[Preemption("a", 5, 2, False)], head="a"), 6)
-    back = Admission("a", resumed=True, hit_tokens=3, blocks=2)
-    story.update(story.schedule(9, {"a": 2}, admitted=[back], recomputed={"a": 2}), 10, "a")
-    story.step(10, 11, "a")
-    story.step(11, 12, "a", a="length")
-    story.log.close(12 * S)
-
-    (row,) = story.sink.requests.to_dict("records")
+    sink = preempted_once()
+    (row,) = sink.requests.to_dict("records")
     assert row == {
         "request_id": "a",
         "num_prompt_tokens": 4,
@@ -102,7 +41,7 @@ def test_a_preempted_request_keeps_its_first_times() -> None:
         "client_id": row["client_id"],
         "sent_s": 0.0,
     }
-    events = story.sink.events
+    events = sink.events
     events = events[events.kind != "wait"]
     assert list(zip(events.time_s, events.kind, events.computed_tokens, events.blocks, strict=True)) == [
         (0, "arrived", 0, 0),
@@ -111,9 +50,9 @@ def test_a_preempted_request_keeps_its_first_times() -> None:
         (9, "resumed", 3, 2),
         (12, "finished", 4 + 5 - 1, 2),
     ]
-    assert story.sink.tokens.time_s.tolist() == [3, 4, 10, 11, 12]
-    assert story.sink.tokens["index"].tolist() == [0, 1, 2, 3, 4]
-    assert story.sink.itl.gap_s.tolist() == [1, 6, 1, 1]
+    assert sink.tokens.time_s.tolist() == [3, 4, 10, 11, 12]
+    assert sink.tokens["index"].tolist() == [0, 1, 2, 3, 4]
+    assert sink.itl.gap_s.tolist() == [1, 6, 1, 1]
 
 
 def test_every_request_has_one_row() -> None:
@@ -242,19 +181,11 @@ def test_a_step_says_where_it_lay_on_the_lanes() -> None:
 
 def test_several_tokens_in_a_step_are_one_output() -> None:
     """Gaps lie between outputs, whatever they bring; tokens of one output share its time (reports.md 55)."""
-    story = Story(save_tokens=True)
-    story.log.arrived(request("a"), 0)
-    for end, tokens in ((1, [1]), (2, [2, 3, 4, 5]), (3, [6, 7, 8, 9])):
-        frame = story.schedule(end - 1, {"a": len(tokens)})
-        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "story", shape=NO_SHAPE)
-        times = StepTimes(0, frame.start_ns, frame.start_ns, end * S)
-        finished = {"a": Finish("length", None)} if end == 3 else {}
-        story.log.stepped(frame, result, times, end * S, EngineCoreOutputs({"a": tokens}, finished))
-    story.log.close(3 * S)
-    assert story.sink.tokens.time_s.tolist() == [1] + [2] * 4 + [3] * 4
-    assert story.sink.tokens["index"].tolist() == list(range(9))
-    assert story.sink.requests.num_output_tokens.tolist() == [9]
-    assert list(zip(story.sink.itl.gap_s, story.sink.itl.samples, strict=True)) == [(1, 1), (1, 1)]
+    sink = four_tokens_a_step()
+    assert sink.tokens.time_s.tolist() == [1] + [2] * 4 + [3] * 4
+    assert sink.tokens["index"].tolist() == list(range(9))
+    assert sink.requests.num_output_tokens.tolist() == [9]
+    assert list(zip(sink.itl.gap_s, sink.itl.samples, strict=True)) == [(1, 1), (1, 1)]
 
 
 def test_admitted_at_once_is_no_wait() -> None:

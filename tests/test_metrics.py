@@ -111,16 +111,6 @@ def test_percentiles_are_numpy_s(pairs: list[tuple[int, int]], p: float) -> None
     assert d.max == written_out.max()
 
 
-def test_percentiles_of_few_samples() -> None:
-    """[30, 10, 20]: p50 is 20, p99 29.8; one sample gives itself; none gives no data (reports.md 59)."""
-    d = Distribution.of(np.array([30.0, 10.0, 20.0]))
-    assert d.percentile(50) == 20
-    assert d.percentile(99) == pytest.approx(29.8)
-    assert Distribution.of(np.array([7.0])).percentile(99) == 7
-    nothing = Distribution.of(np.array([np.nan]))
-    assert (nothing.count, nothing.mean, nothing.std, nothing.max, nothing.percentile(50)) == (0, *[None] * 4)
-
-
 def log_of(*rows: tuple[object, ...]) -> MemorySink:
     """A log of requests given as (arrival, first token, last token, finish, output tokens, finish reason)."""
     columns = Columns("requests")
@@ -156,17 +146,6 @@ def test_a_single_token_has_no_time_per_token() -> None:
     log = log_of((0, 2, 2, 2, 1, "stop"), (0, 1, 3, 3, 2, "stop"))
     assert summarize(log, "vllm-bench")["mean_tpot_ms"] == 2000
     assert summarize(log, "vllm-server")["mean_tpot_ms"] == 1000
-
-
-def test_failed_requests_do_not_count() -> None:
-    """Latencies and totals are those of completed requests; no first token is no TTFT (reports.md 53, 58)."""
-    good = [(0, 1, 2, 2, 2, "length")] * 8
-    summary = summarize(log_of(*good, (0, None, None, 60, 0, "abort"), (0, 5, 60, 60, 5, "abort")))
-    assert (summary["completed"], summary["failed"], summary["duration"]) == (8, 2, 2.0)
-    assert (summary["mean_ttft_ms"], summary["p99_e2el_ms"]) == (1000, 2000)
-    assert (summary["total_input_tokens"], summary["total_output_tokens"]) == (80, 16)
-    assert summary["servetwin"]["latency"]["ttft_ms"]["count"] == 8
-    assert summary["servetwin"]["requests"] == {"abort": 2, "length": 8, "open": 0}
 
 
 def test_no_data_is_null() -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from servetwin.workloads import RequestSpec, read_trace, trace_figures
 from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.statistics import TraceFigures
-from servetwin.workloads.statistics.arrivals import arrival_figures, find_ticks
+from servetwin.workloads.statistics.arrivals import arrival_figures
 from servetwin.workloads.statistics.lengths import correlation, find_cap, find_usual
 from servetwin.workloads.statistics.prefix_reuse import LRU_BLOCKS, PrefixFigures, prefix_figures
+from servetwin.workloads.statistics.ticks import find_ticks
 from servetwin.workloads.traces import ReadOptions, Tolerance, Trace
 
 
@@ -210,7 +211,7 @@ def test_a_common_length_is_told():
 def test_equal_lengths_and_outputs_of_one_token_are_told():
     warnings = trace_figures(trace_of([spec(i, output_tokens=1) for i in range(200)])).warnings
     assert "all prompts have 10 tokens" in warnings
-    assert any("200 outputs have one token" in w for w in warnings)
+    assert any("200 outputs of one token" in w for w in warnings)
 
 
 # ---------------------------------------------------------------- reuse of prefixes
@@ -263,38 +264,55 @@ def test_ids_beyond_64_bits_stay_apart():
 
 
 PROMPTS = st.lists(
-    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 4)).map(
-        lambda p: (p[0], 4 * (len(p[0]) - 1) + p[1])
+    st.builds(
+        lambda ids, in_last, block, salt: spec(
+            0,
+            prefix_ids=tuple(ids),
+            prefix_block_tokens=block,
+            # The last block may be full, in part, or followed by tokens that no id names.
+            prompt_tokens=max(1, block * (len(ids) - 1) + in_last),
+            cache_salt=salt,
+        ),
+        st.lists(st.integers(0, 2), min_size=0, max_size=8),
+        st.integers(1, 9),
+        st.sampled_from((4, 4, 4, 6)),
+        st.sampled_from((None, None, None, "a")),
     ),
     min_size=1,
-    max_size=12,
-)
+    max_size=40,
+).filter(lambda requests: any(r.prefix_ids for r in requests))
 
 
-@given(prompts=PROMPTS, size=st.integers(1, 8))
-def test_reuse_is_what_a_cache_block_by_block_gives(prompts, size):
+@given(requests=PROMPTS, sizes=st.sets(st.integers(1, 30), min_size=1, max_size=3))
+def test_reuse_is_what_a_cache_block_by_block_gives(requests, sizes):
     """The columns at once against a plain cache: infinite, and of a few blocks."""
-    found = _plain_hits(prompts, 10**9), _plain_hits(prompts, size)
-    blocks = sum(len(ids) for ids, _ in prompts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("servetwin.workloads.statistics.prefix_reuse.LRU_BLOCKS", (size,))
-        figures = reuse(prompts)
-    assert figures.infinite.block_hit_percent == pytest.approx(100 * found[0] / blocks)
-    assert figures.lru[size].block_hit_percent == pytest.approx(100 * found[1] / blocks)
+        patch.setattr("servetwin.workloads.statistics.prefix_reuse.LRU_BLOCKS", tuple(sizes))
+        # A few ids at a time, so that batches end within a trace.
+        patch.setattr("servetwin.workloads.statistics.block_hashes.BATCH_ITEMS", 7)
+        figures = prefix_figures(RequestColumns.of(requests))
+    begun = sum(len(r.prefix_ids) for r in requests)
+    tokens = sum(r.prompt_tokens for r in requests)
+    for rate, size in [(figures.infinite, 10**9), *((figures.lru[size], size) for size in sizes)]:
+        hits = _plain_hits(requests, size)
+        assert rate.block_hit_percent == 100 * sum(hits) / begun
+        hit_tokens = sum(n * r.prefix_block_tokens for n, r in zip(hits, requests, strict=True))
+        assert rate.token_hit_percent == 100 * hit_tokens / tokens
 
 
-def _plain_hits(prompts: list[tuple[list[int], int]], size: int) -> int:
-    cache: OrderedDict[tuple[int, ...], None] = OrderedDict()
-    hits = 0
-    for ids, tokens in prompts:
-        chain = [tuple(ids[: n + 1]) for n in range(tokens // 4)]
-        for n, block in enumerate(chain):
-            if block not in cache or n >= (tokens - 1) // 4:
-                break
-            hits += 1
-        for block in reversed(chain):
-            cache.pop(block, None)
-            cache[block] = None
+def _plain_hits(requests: list[RequestSpec], size: int) -> list[int]:
+    """Blocks of each prompt that a cache of `size` blocks holds; a prompt's last block is the first of it to go."""
+    cache: OrderedDict[tuple[object, ...], None] = OrderedDict()
+    hits = []
+    for r in requests:
+        block = r.prefix_block_tokens
+        whole = min(r.prompt_tokens // block, len(r.prefix_ids))
+        chain = [(r.cache_salt, block, r.prefix_ids[: n + 1]) for n in range(whole)]
+        usable = chain[: (r.prompt_tokens - 1) // block]
+        hits.append(next((n for n, key in enumerate(usable) if key not in cache), len(usable)))
+        for key in reversed(chain):
+            cache[key] = None
+            cache.move_to_end(key)
         while len(cache) > size:
             cache.popitem(last=False)
     return hits

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from servetwin.sim.cli import run as command_line
+from servetwin.sim.commands.trace_verdicts import VERDICTS
 from servetwin.workloads import (
     AllAtOnce,
     BlockTree,
@@ -48,8 +49,8 @@ from servetwin.workloads.mmpp_likelihood import log_likelihood
 from servetwin.workloads.modulated import MMPP
 from servetwin.workloads.quantiles import quantiles_of, values_at
 from servetwin.workloads.reuse_points import prefixed_prompts, reuse_points
+from servetwin.workloads.statistics.ticks import find_ticks
 from servetwin.workloads.streams import stream
-from servetwin.workloads.ticks import find_tick_s
 from servetwin.workloads.traces import Trace
 from servetwin.workloads.two_sample import two_sample
 
@@ -178,9 +179,9 @@ def test_ticks_are_recognised_and_spread_before_the_fit():
 
 
 def test_a_clock_finer_than_the_gaps_is_left_alone():
-    assert find_tick_s(np.floor(times_of(Poisson(rate_per_s=4.0)) * 1000) / 1000) is None
-    assert find_tick_s(times_of(Poisson(rate_per_s=4.0))) is None
-    assert find_tick_s(np.floor(times_of(Poisson(rate_per_s=0.3)))) == pytest.approx(1.0)
+    assert find_ticks(np.floor(times_of(Poisson(rate_per_s=4.0)) * 1000) / 1000) is None
+    assert find_ticks(times_of(Poisson(rate_per_s=4.0))) is None
+    assert find_ticks(np.floor(times_of(Poisson(rate_per_s=0.3)))).tick_s == pytest.approx(1.0)
 
 
 def test_gaps_like_none_of_the_processes_are_taken_as_observed():
@@ -470,6 +471,7 @@ def test_azure_code(shared_data):
     assert report["gaps_s"].ks_statistic < 0.03
     assert report["gap_cv"].second == pytest.approx(13.15, rel=0.25)
     assert report["index_of_dispersion_1s"].second > 6
+    assert any("short gaps follow one another more often" in note for note in report.notes)
     assert max(report[name].ks_statistic for name in ("prompt_tokens", "output_tokens")) < 0.03
 
 
@@ -536,7 +538,7 @@ def changed(model: dict[str, Any], where: str, value: Any) -> dict[str, Any]:
     ("where", "value", "problem"),
     [
         ("version", 2, "version 2: Input should be 1"),
-        ("format", "other", "format 'other': Input should be 'servetwin workload model'"),
+        ("format", "other", "is no fitted model"),
         ("arrivals.process.cv", -1.0, r"cv -1.0: Input should be greater than or equal to 0.001"),
         ("arrivals.process.kind", "pareto", "pareto"),
         ("arrivals.rates_per_s", [], r"arrivals.rates_per_s \[\]: "),
@@ -619,6 +621,7 @@ def test_synth_of_a_preset_against_a_trace_prints_a_report(made_up, tmp_path, ca
     assert command_line(["trace", "synth", "chat", "-n", "300", "-o", out, "--against", str(made_up)]) == 0
     shown = capfd.readouterr().out
     assert "Two-sample report" in shown and "differs" in shown
+    assert VERDICTS in " ".join(shown.split())
     assert len(read_trace(out)) == 300
 
 
@@ -630,8 +633,8 @@ def test_synth_of_a_preset_against_a_trace_prints_a_report(made_up, tmp_path, ca
         (["fit", "nothing.csv", "-o", "model.json"], "nothing.csv"),
         (["synth", "nothing", "-o", "x.jsonl"], "is neither a file nor a preset"),
         (["synth", "TRACE", "-o", "x.jsonl"], "made-up.jsonl"),
-        (["synth", "chat", "-n", "0", "-o", "x.jsonl"], "num_prompts 0"),
-        (["synth", "chat", "-o", "x.jsonl", "--rate", "-1"], "rate_per_s -1"),
+        (["synth", "chat", "-n", "0", "-o", "x.jsonl"], "--num-prompts 0"),
+        (["synth", "chat", "-o", "x.jsonl", "--rate", "-1"], "--rate -1"),
         (["synth", "chat", "-o", "x.txt"], "must end in"),
         (["synth", "chat", "-o", "x.jsonl", "--time-unit", "ms"], "--against"),
     ],

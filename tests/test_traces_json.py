@@ -451,10 +451,11 @@ def test_llmservingsim_flat_and_agentic_lines_may_be_mixed(read):
         trace, "arrival_s", "session_id", "turn", "think_time_s", "prompt_tokens", "source_row"
     ) == [
         (0.0, "s", 0, None, 5, 2),
-        (0.0, "s", 1, 0.5, 9, 3),
-        (0.0, "s", 2, 0.5, 5, 4),
+        (0.0, "s", 1, 0.5, 9, 2),
+        (0.0, "s", 2, 0.5, 5, 2),
         (1.0, None, None, None, 20, 1),
     ]
+    assert trace.requests.values("request_id") == ["row-000002", "row-000002.2", "row-000002.3", "row-000001"]
 
 
 def test_llmservingsim_pauses_behind_a_dropped_request_are_kept(read):
@@ -478,13 +479,13 @@ def test_llmservingsim_token_ids_are_the_prompt(read):
     )
 
 
-def test_llmservingsim_messages_name_row_and_line(read):
+def test_llmservingsim_messages_name_the_line(read):
     broken = AGENT | {"sub_requests": [SUB, SUB | {"input_toks": -1}]}
-    assert "row 3: line 2: input_toks -1: must be a whole number" in refusal(lambda: read(FLAT, broken))
-    assert "row 2: line 2: session_id None: must be a text" in refusal(
+    assert "row 2: input_toks -1: must be a whole number" in refusal(lambda: read(FLAT, broken))
+    assert "row 2: session_id None: must be a text" in refusal(
         lambda: read(FLAT, without(AGENT, "session_id"))
     )
-    assert "row 4: line 2: session_id 's': must be unique" in refusal(lambda: read(AGENT, AGENT))
+    assert "row 2: session_id 's': must be unique" in refusal(lambda: read(AGENT, AGENT))
 
 
 # ---------------------------------------------------------------- LMCache
@@ -551,7 +552,7 @@ def test_aibrix_lines_hold_several_requests_in_either_spelling(read):
     assert columns(trace, "arrival_s", "prompt_tokens", "session_id", "turn", "source_row") == [
         (0.0, 5, None, None, 1),
         (0.5, 6, "0", 0, 2),
-        (0.5, 6, "0", 1, 3),
+        (0.5, 6, "0", 1, 2),
     ]
     assert trace.counts() == {"rows_read": 4, "rows_emitted": 3, "rows_dropped": {"no requests": 1}}
 
@@ -579,9 +580,9 @@ def test_one_damaged_aibrix_request_hides_no_other(read):
     trace = read(line, '{"timestamp": 2, "requests": 3}', '{"timestamp"', tolerance=Tolerance.LENIENT)
     assert (trace.rows_read, trace.rows_emitted) == (5, 2)
     assert [(o.row, o.reason) for o in trace.offences] == [
+        (1, "damaged: requests"),
         (2, "damaged: requests"),
-        (4, "damaged: requests"),
-        (5, "damaged: row"),
+        (3, "damaged: row"),
     ]
 
 

@@ -383,13 +383,26 @@ def test_what_mooncake_cannot_say_is_said(tmp_path):
     losses = " ".join(not_said(RequestColumns.of(some), 64))
     for part in (
         "request_id, priority, client_id",
-        "1 arrivals are rounded",
+        "rounded to whole milliseconds: 1 arrival",
         "no hash_ids",
         "--hash-block-size 64",
     ):
         assert part in losses
     write_mooncake(tmp_path / "m.jsonl", some)
     assert "hash_ids" not in (tmp_path / "m.jsonl").read_text()
+
+
+def test_context_that_hash_ids_cannot_say_is_counted():
+    """A prompt of 10 tokens and its answer of 5 before a turn: blocks of 4 name 8 of its 15 context tokens."""
+    turns = [
+        spec(0, session_id="s", turn=0),
+        spec(1, session_id="s", turn=1, prompt_tokens=20, context_tokens=15),
+        spec(2, session_id="t", turn=0, context_tokens=0),
+    ]
+    losses = " ".join(not_said(RequestColumns.of(turns), 4))
+    assert "of 15 context tokens of later turns hash_ids say 8 (53 %)" in losses
+    whole = [turns[0], replace(turns[1], context_tokens=8)]
+    assert "context" not in " ".join(not_said(RequestColumns.of(whole), 4))
 
 
 @given(some=requests(IDS_64), block=st.sampled_from([1, 7, 16, 512]))

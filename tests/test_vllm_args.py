@@ -340,25 +340,25 @@ def test_a_flag_of_our_own_wins_over_the_same_in_the_line():
 def test_an_empty_line_changes_nothing():
     flags = EngineFlags(block_size=32)
     assert merge(flags, VllmArgs()) == flags
-    assert with_vllm_args(flags, "", runs_a_model=False) == (flags, [])
+    assert with_vllm_args(flags, "", executor="constant") == (flags, [])
 
 
 def test_a_model_that_is_no_folder_here_is_said_and_left_out(tmp_path):
-    flags, (note,) = with_vllm_args(EngineFlags(), "serve org/model -pp 1", runs_a_model=True)
+    flags, (note,) = with_vllm_args(EngineFlags(), "serve org/model -pp 1", executor="torch")
     assert flags.model is None and note.startswith("--vllm-args: the model org/model is no folder here")
-    flags, notes = with_vllm_args(EngineFlags(), f"serve {tmp_path}", runs_a_model=True)
+    flags, notes = with_vllm_args(EngineFlags(), f"serve {tmp_path}", executor="torch")
     assert (flags.model, notes) == (tmp_path, [])
-    flags, notes = with_vllm_args(EngineFlags(model=tmp_path), "serve org/model", runs_a_model=True)
+    flags, notes = with_vllm_args(EngineFlags(model=tmp_path), "serve org/model", executor="torch")
     assert (flags.model, notes) == (tmp_path, [])
 
 
 def test_what_only_a_model_can_act_on_is_ignored_where_none_runs():
     line = "--dtype bfloat16 --kv-cache-memory-bytes 1G --load-format dummy --port 1"
-    flags, (note,) = with_vllm_args(EngineFlags(), line, runs_a_model=False)
+    flags, (note,) = with_vllm_args(EngineFlags(), line, executor="constant")
     assert flags == EngineFlags()
     assert (
         "--port, --dtype, --kv-cache-memory-bytes, --load-format; of these, --kv-cache-memory-bytes decide"
         in note
     )
-    flags, _ = with_vllm_args(EngineFlags(), line, runs_a_model=True)
+    flags, _ = with_vllm_args(EngineFlags(), line, executor="torch")
     assert (flags.dtype, flags.kv_cache_memory_bytes, flags.load_format) == ("bfloat16", 2**30, "dummy")

@@ -413,7 +413,7 @@ def spike(start_s):
         ),
         (
             lambda: RampUp(strategy="linear", start_rate_per_s=3, end_rate_per_s=2),
-            r"end_rate_per_s 2: must be start_rate_per_s \(3\) or more",
+            "end_rate_per_s 2: must be the rate at the start, 3, or more",
         ),
         (lambda: Diurnal(rate_per_s=1, amplitude=1.1), "amplitude 1.1: must be between 0 and 1"),
         (

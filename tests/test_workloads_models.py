@@ -207,7 +207,7 @@ def test_vllm_prefix_repetition_is_shuffled_and_silent_when_nothing_is_dropped()
         (lambda: PrefixRepetitionDataset(suffix_len=0), "suffix_len 0"),
         (
             lambda: PrefixRepetitionDataset().draw(9, 0),
-            r"n 9: must be num_prefixes \(10\) or more",
+            r"n 9: must be 10, the number of prefixes, or more",
         ),
         (lambda: requests_of(family(turns=0), 1), "turns 0"),
         (lambda: BlockTree(fresh_weight=0), "fresh_weight 0: must be between 1e-06 and 1e"),
@@ -350,7 +350,9 @@ def test_lengths_given_twice_or_by_half_are_refused(parts):
 
 
 def test_a_rate_so_low_that_times_leave_their_range_is_refused():
-    with pytest.raises(WorkloadError, match=r"arrivals: the last of 50 is at .* s, after 4e"):
+    with pytest.raises(
+        WorkloadError, match=r"arrivals would send the last of 50 at .* s: must be at most 4e"
+    ):
         synthetic(arrivals=Poisson(rate_per_s=1e-9))
 
 

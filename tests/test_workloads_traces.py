@@ -339,7 +339,7 @@ def without(name):
         ),
         (
             {**GOOD, "output_token_ids": [1, 2, 3]},
-            "output_token_ids '3 ids': must be at most output_tokens (2)",
+            "request 'a': output_token_ids (1, 2, 3) must be at most output_tokens (2) ids, not 3",
         ),
         ({**GOOD, "min_tokens": 3}, "request 'a': min_tokens 3 must be between 0 and output_tokens (2)"),
         ({**GOOD, "cache_salt": ""}, "cache_salt '': must be a text, not empty"),
@@ -348,7 +348,7 @@ def without(name):
         ({**GOOD, "prompt_len": None}, "field 'prompt_len': must be one of request_id, arrival_s"),
         ({**GOOD, "arrival_s": None}, "arrival_s None: must be given"),
         (GOOD, "request_id 'first': must be unique"),
-        ('{"arrival_s": NaN}', "row '{\"arrival_s\": NaN}': must be JSON ("),
+        ('{"arrival_s": NaN}', "arrival_s nan: must be a finite number of seconds"),
         ('{"request_id": "a", "arrival_s"', 'row \'{"request_id": "a", "arrival_s"\': must be JSON ('),
         ('["a", 0.5]', "row ['a', 0.5]: must be a JSON object"),
     ],
@@ -474,7 +474,7 @@ def test_num_prompts_takes_the_first_in_order_of_arrival(azure):
     ("options", "message"),
     [
         ({"num_prompts": 0}, "num_prompts 0: must be a whole number, 1 or more"),
-        ({"rate_per_s": 2.0}, "has arrivals of its own, which a request rate cannot change"),
+        ({"rate_per_s": 2.0}, "rate_per_s 2.0: cannot change the times that .* has of its own"),
         ({"seed": -1}, "seed -1: must be a whole number, 0 or more"),
     ],
 )

@@ -41,7 +41,7 @@ from servetwin.workloads.presets import PRESETS, Preset, build_preset
 from servetwin.workloads.prompts import LengthsAndPrefixes, Prefixes, PromptModel, Prompts
 from servetwin.workloads.resampling import resampled
 from servetwin.workloads.schedules import Diurnal, RateSteps, Spike, Spikes
-from servetwin.workloads.spec import ListWorkload, RequestSpec, Workload, WorkloadError
+from servetwin.workloads.spec import ArgumentError, ListWorkload, RequestSpec, Workload, WorkloadError
 from servetwin.workloads.statistics import TraceFigures, trace_figures
 from servetwin.workloads.superposition import Superposition
 from servetwin.workloads.synthetic import Synthetic
@@ -54,6 +54,7 @@ __all__ = [
     "MMPP",
     "PRESETS",
     "AllAtOnce",
+    "ArgumentError",
     "Arrivals",
     "BenchServe",
     "BlockTree",

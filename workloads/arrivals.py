@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servetwin.workloads.checks import check_between, check_count, check_positive, check_seed
-from servetwin.workloads.streams import arrival_stream
+from servetwin.workloads.spec import MAX_TIME_S, ArgumentError
+from servetwin.workloads.streams import arrival_stream, stream
 
 MAX_CV = 100.0
 """Beyond it Gamma gaps underflow to 0 in double precision."""
@@ -178,6 +179,20 @@ class AllAtOnce:
         """`n` zeros, shape [n]; nothing is drawn."""
         check_count("n", n, at_least=0)
         return np.zeros(n)
+
+
+def send_times_s(arrivals: Arrivals, n: int, seed: int) -> FloatArray:
+    """Times of `n` requests or sessions in seconds, shape [n], from the stream `arrivals` of the root `seed`.
+
+    Raises ArgumentError for times that no RequestSpec may have.
+    """
+    times_s = arrivals.times_s(n, stream(seed, "arrivals"))
+    if n and not times_s[-1] <= MAX_TIME_S:
+        raise ArgumentError(
+            "arrivals",
+            f"would send the last of {n:,} at {times_s[-1]:.6g} s: must be at most {MAX_TIME_S:g} s",
+        )
+    return times_s
 
 
 def check_rate(rate_per_s: float) -> None:

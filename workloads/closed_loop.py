@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any, Literal
 
+from servetwin.workloads.checks import check_count
 from servetwin.workloads.columns import RequestColumns
-from servetwin.workloads.spec import ListWorkload, RequestSpec, WorkloadError
+from servetwin.workloads.spec import ArgumentError, ListWorkload, RequestSpec
 
 Loop = Literal["auto", "open", "closed"]
 LOOPS: tuple[Loop, ...] = ("auto", "open", "closed")
@@ -73,10 +74,9 @@ class Users(ClosedLoop):
     ) -> None:
         """Request i is sent by user i % users, `think_times_s[i]` after its last answer; the first ones at 0.
 
-        Raises WorkloadError for fewer than one user.
+        Raises ArgumentError for fewer than one user.
         """
-        if users < 1:
-            raise WorkloadError(f"users {users}: must be 1 or more")
+        check_count("users", users)
         super().__init__(
             replace(
                 spec,
@@ -95,10 +95,10 @@ def as_workload(
 ) -> ListWorkload | ClosedLoop:
     """The workload that sends these requests; `about["loop"]` says how.
 
-    Raises WorkloadError for a closed loop without sessions, whose turns nothing connects.
+    Raises ArgumentError for a closed loop without sessions, whose turns nothing connects.
     """
     if loop == "closed" and not _has(requests, "session_id"):
-        raise WorkloadError("loop 'closed': no request has a session_id, so no turn waits for another")
+        raise ArgumentError("loop", "'closed': no request has a session_id, so no turn waits for another")
     waits = _has(requests, "session_id") and _has(requests, "think_time_s")
     closed = loop == "closed" or (loop == "auto" and waits)
     about = about | {"loop": "closed" if closed else "open"}

@@ -168,6 +168,18 @@ def values_of(requests: Sequence[RequestSpec], name: str) -> list[Any]:
     )
 
 
+def known_prompts(requests: Sequence[RequestSpec]) -> int:
+    """How many requests say what their prompt begins with: its tokens, prefix ids, or the context of a session."""
+    names = ("prompt_token_ids", "prefix_ids", "context_tokens")
+    if not isinstance(requests, RequestColumns):
+        return sum(any(getattr(r, name) is not None for name in names) for r in requests)
+    known = np.zeros(len(requests), dtype=bool)
+    for name in names:
+        if name in requests.table.column_names:
+            known |= requests.table[name].is_valid().to_numpy()
+    return int(known.sum())
+
+
 def column_array(name: str, values: Sequence[Any] | NDArray[Any]) -> pa.Array:
     """One value per request (None: the default) as the Arrow array of column `name`.
 

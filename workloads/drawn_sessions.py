@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from servetwin.workloads.arrivals import Arrivals, FloatArray
+from servetwin.workloads.arrivals import Arrivals, FloatArray, send_times_s
 from servetwin.workloads.fit_sessions import SessionsModel
 from servetwin.workloads.lengths import IntArray
 from servetwin.workloads.prompts import Prefixes
@@ -38,7 +38,7 @@ def draw_sessions(
     added, outputs = _lengths(model, places, seed)
     share = values_at(model.context_share or {0: 0.0, 1: 0.0}, stream(seed, "context").random(n))
     prompts, contexts = _grown(model, places, added, outputs, share)
-    starts_s = arrivals.times_s(len(places.first), stream(seed, "arrivals"))[places.session]
+    starts_s = send_times_s(arrivals, len(places.first), seed)[places.session]
     columns: dict[str, Any] = {
         "prompt_tokens": prompts,
         "output_tokens": outputs,

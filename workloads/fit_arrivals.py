@@ -22,8 +22,8 @@ from servetwin.workloads.arrivals import FloatArray
 from servetwin.workloads.fit_gaps import independent_gaps, observed_gaps, switching_rate
 from servetwin.workloads.fitted_arrivals import ArrivalsModel, Process
 from servetwin.workloads.kolmogorov_smirnov import kolmogorov_smirnov
+from servetwin.workloads.statistics.ticks import find_ticks, spread_ticks
 from servetwin.workloads.streams import stream
-from servetwin.workloads.ticks import find_tick_s, spread_ticks
 
 MOST_STEPS = 64
 GAPS_PER_STEP = 30
@@ -44,7 +44,8 @@ def fit_arrivals(times_s: FloatArray) -> ArrivalsModel | None:
     """
     if len(times_s) < 2 or times_s[0] == times_s[-1]:
         return None
-    tick_s = find_tick_s(times_s)
+    ticks = find_ticks(times_s)
+    tick_s = None if ticks is None else ticks.tick_s
     if tick_s is not None:
         times_s = spread_ticks(times_s, tick_s)
     candidates = _candidates(times_s - times_s[0])

@@ -139,8 +139,8 @@ def _by_size(points: ReusePoints) -> dict[str, float]:
 def _points(model: Prefixes, like: PrefixedPrompts, observed: ReusePoints, seed: int = 0) -> ReusePoints:
     """The reuse among prompts of `model` that are as long as those observed."""
     columns = model.attach(np.asarray(like.prompt_tokens), stream(seed, "prefixes"))
-    ids = [one if isinstance(one, list) else one.tolist() for one in columns["prefix_ids"]]
-    return reuse_points(PrefixedPrompts(ids, like.prompt_tokens, like.block_tokens), [*observed.lru_percent])
+    made = PrefixedPrompts([*columns["prefix_ids"]], like.prompt_tokens, like.block_tokens)
+    return reuse_points(made, [*observed.lru_percent])
 
 
 def _trunk(whole: Sequence[Sequence[int]]) -> int:

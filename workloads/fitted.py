@@ -30,17 +30,18 @@ from servetwin.workloads.model_part import Part
 from servetwin.workloads.prompts import LengthsAndPrefixes, Prefixes
 from servetwin.workloads.reuse_points import PrefixedPrompts, prefixed_prompts, reuse_points
 from servetwin.workloads.session_turns import SessionTurns, has_sessions, session_turns
-from servetwin.workloads.spec import ListWorkload, WorkloadError
+from servetwin.workloads.spec import ArgumentError, ListWorkload, WorkloadError
 from servetwin.workloads.streams import stream
 from servetwin.workloads.synthetic import Synthetic
+from servetwin.workloads.traces.formats import MODEL_FORMAT
 from servetwin.workloads.traces.trace import Trace
 from servetwin.workloads.traces.writing import whole_file
 
-SCHEMA: Literal["servetwin workload model"] = "servetwin workload model"
 VALUE_SHOWN = 60
 """Characters of a wrong value in a message."""
 MOST_BYTES = 64_000_000
 """Of a model file: a larger one is something else."""
+NO_MODEL = "is no fitted model; where it is a trace, `servetwin trace fit` makes a model of it"
 
 
 class FittedTo(Part):
@@ -60,7 +61,7 @@ class FittedTo(Part):
 class FittedModel(Part):
     """What a trace says about itself, made small; None stands where it says nothing."""
 
-    format: Literal["servetwin workload model"] = SCHEMA
+    format: Literal["servetwin workload model"] = MODEL_FORMAT
     version: Literal[1] = 1
     fitted_to: FittedTo
     notes: tuple[str, ...] = ()
@@ -135,8 +136,9 @@ class FittedModel(Part):
         if self.arrivals is not None:
             return self.arrivals.build(rate_per_s)
         if rate_per_s is None:
-            raise WorkloadError(
-                f"rate_per_s None: must be given (inf: all at once), since {self.fitted_to.name} had no arrivals to fit"
+            raise ArgumentError(
+                "rate_per_s",
+                f"None: must be given (inf: all at once), since {self.fitted_to.name} had no arrivals to fit",
             )
         return Poisson(rate_per_s=rate_per_s)
 
@@ -150,8 +152,11 @@ def load_model(path: str | Path) -> FittedModel:
     source = Path(path)
     try:
         if source.stat().st_size > MOST_BYTES:
-            raise WorkloadError(f"{path}: is no workload model: larger than {MOST_BYTES:,} bytes")
-        return FittedModel.model_validate_json(source.read_bytes())
+            raise WorkloadError(f"{path}: {NO_MODEL}; it is larger than {MOST_BYTES:,} bytes")
+        raw = source.read_bytes()
+        if MODEL_FORMAT.encode() not in raw:
+            raise WorkloadError(f"{path}: {NO_MODEL}")
+        return FittedModel.model_validate_json(raw)
     except OSError as e:
         raise WorkloadError(f"{path}: cannot be read: {e.strerror}") from e
     except ValidationError as e:

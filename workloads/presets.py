@@ -9,11 +9,13 @@ drawn independently of each other (measured correlations are between -0.11 and 0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from servetwin.workloads.arrivals import Arrivals, Gamma, Hyperexponential, Poisson
+from servetwin.workloads.arrivals import AllAtOnce, Arrivals, Gamma, Hyperexponential, Poisson
 from servetwin.workloads.block_tree import BlockTree
+from servetwin.workloads.checks import check_above_0
 from servetwin.workloads.joint_lengths import Independent
 from servetwin.workloads.lengths import Lognormal
 from servetwin.workloads.observed_lengths import QuantileGrid
@@ -41,12 +43,17 @@ class Preset:
     """Requests unless another number is asked for."""
 
     def build(self, *, n: int | None = None, rate_per_s: float | None = None, seed: int = 0) -> Synthetic:
-        """`n` requests; another rate squeezes or stretches the arrivals in time (a day stays a day)."""
+        """`n` requests; another rate squeezes or stretches the arrivals in time (a day stays a day).
+
+        An infinite rate sends all at once. A bad number raises ArgumentError.
+        """
         rate = self.rate_per_s if rate_per_s is None else rate_per_s
-        workload = Synthetic(
-            arrivals=self.arrivals(rate), prompts=self.prompts, n=self.n if n is None else n, seed=seed
-        )
-        workload.about |= {"preset": self.name, "description": self.description, "rate_per_s": rate}
+        check_above_0("rate_per_s", rate)
+        arrivals = AllAtOnce() if math.isinf(rate) else self.arrivals(rate)
+        workload = Synthetic(arrivals=arrivals, prompts=self.prompts, n=self.n if n is None else n, seed=seed)
+        workload.about |= {"preset": self.name, "description": self.description}
+        if math.isfinite(rate):
+            workload.about["rate_per_s"] = rate
         return workload
 
 

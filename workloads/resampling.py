@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.workloads.checks import check_count
+from servetwin.workloads.checks import check_requests
 from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.id_lists import id_lists, with_ids
 from servetwin.workloads.spec import RequestSpec
@@ -26,7 +26,7 @@ def resampled(requests: Sequence[RequestSpec], *, n: int, seed: int = 0) -> Requ
     are not. What is drawn again gets `@2`, `@3` ... behind its ids, and fresh prefix ids in the place of those that
     nothing else has: two prompts never become the same by being drawn twice, but for prompts given by their tokens.
     """
-    check_count("n", n)
+    check_requests("n", n)
     columns = as_columns(requests)
     draws = _draw(_Units.of(columns), n, stream(seed, "resampling"))
     taken = columns.take(draws.request)

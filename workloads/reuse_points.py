@@ -1,21 +1,19 @@
-"""How much of the prompts a prefix cache holds: of endless size, and of some sizes with the least recently used out.
+"""Prompts whose leading blocks are named, and how many of these blocks caches of some sizes hold.
 
-Only whole blocks count, and the last token of a prompt never does: an engine computes at least one token.
+Counted as for `servetwin trace info`, of all blocks that prompts begin: what is not named is shared with no other.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from servetwin.workloads.columns import values_of
+from servetwin.workloads.columns import column_array, values_of
 from servetwin.workloads.spec import RequestSpec
-
-DERIVED_BLOCK_TOKENS = 16
-"""Of the ids that are derived where prompts are given by their tokens."""
+from servetwin.workloads.statistics.block_hashes import TOKEN_BLOCK, chained_hashes
+from servetwin.workloads.statistics.block_runs import block_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +34,6 @@ class PrefixedPrompts:
         block = self.block_tokens
         return [ids[: n // block] for ids, n in zip(self.ids, self.prompt_tokens, strict=True)]
 
-    def findable(self) -> list[int]:
-        """Of each prompt how many blocks can be found in a cache."""
-        whole = zip(self.ids, self.prompt_tokens, strict=True)
-        return [min(len(ids), (n - 1) // self.block_tokens) for ids, n in whole]
-
 
 @dataclass(frozen=True, slots=True)
 class ReusePoints:
@@ -58,7 +51,7 @@ def prefixed_prompts(requests: Sequence[RequestSpec]) -> PrefixedPrompts | None:
     prompts = values_of(requests, "prompt_tokens")
     if all(one is None for one in ids):
         ids = _derived(values_of(requests, "prompt_token_ids"))
-        sizes = [DERIVED_BLOCK_TOKENS] * len(ids)
+        sizes = [TOKEN_BLOCK] * len(ids)
     known = [i for i, one in enumerate(ids) if one is not None]
     if not known or len({sizes[i] for i in known}) > 1:
         return None
@@ -88,8 +81,8 @@ def _derived(token_ids: Sequence[tuple[int, ...] | None]) -> list[list[int] | No
 
 def _chain(tokens: tuple[int, ...], names: dict[tuple[int, tuple[int, ...]], int]) -> list[int]:
     chain, parent = [], -1
-    for start in range(0, len(tokens), DERIVED_BLOCK_TOKENS):
-        parent = names.setdefault((parent, tokens[start : start + DERIVED_BLOCK_TOKENS]), len(names))
+    for start in range(0, len(tokens), TOKEN_BLOCK):
+        parent = names.setdefault((parent, tokens[start : start + TOKEN_BLOCK]), len(names))
         chain.append(parent)
     return chain
 
@@ -101,39 +94,21 @@ def cache_sizes(distinct_blocks: int) -> tuple[int, ...]:
 
 def reuse_points(prompts: PrefixedPrompts, sizes: Sequence[int] | None = None) -> ReusePoints:
     """Blocks found in caches of these sizes (None: `cache_sizes`) and of endless size."""
-    whole, findable = prompts.whole_blocks(), prompts.findable()
-    total = sum(map(len, prompts.ids)) or 1
-    distinct = len({id_ for ids in whole for id_ in ids})
-    wanted = cache_sizes(distinct) if sizes is None else sizes
+    import pyarrow as pa
+
+    tokens, block = np.asarray(prompts.prompt_tokens, dtype=np.int64), prompts.block_tokens
+    begun = np.array([*map(len, prompts.ids)], dtype=np.int64)
+    whole = np.minimum(tokens // block, begun)
+    lists = pa.chunked_array([column_array("prefix_ids", prompts.ids)])
+    hashes = chained_hashes(lists, whole, np.zeros(len(begun), dtype=np.uint64))
+    runs = block_runs(hashes, whole, usable=np.minimum((tokens - 1) // block, begun))
+    total = int(begun.sum()) or 1
+    wanted = cache_sizes(runs.distinct) if sizes is None else sizes
     return ReusePoints(
-        infinite_percent=100 * _found_ever(whole, findable) / total,
-        lru_percent={size: 100 * _found(whole, findable, size) / total for size in wanted},
-        distinct_blocks=distinct,
+        infinite_percent=100 * int(runs.found_ever().sum()) / total,
+        lru_percent={size: 100 * int(runs.found_in(size).sum()) / total for size in wanted},
+        distinct_blocks=runs.distinct,
     )
-
-
-def _found(prompts: Sequence[Sequence[int]], findable: Sequence[int], size: int) -> int:
-    """Leading blocks of each prompt that are in the cache when it comes; then the prompt is, its head used last."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    found = 0
-    for ids, most in zip(prompts, findable, strict=True):
-        found += next((depth for depth, id_ in enumerate(ids[:most]) if id_ not in cache), most)
-        for id_ in reversed(ids):
-            cache[id_] = None
-            cache.move_to_end(id_)
-        while len(cache) > size:
-            cache.popitem(last=False)
-    return found
-
-
-def _found_ever(prompts: Sequence[Sequence[int]], findable: Sequence[int]) -> int:
-    """The same in a cache that nothing leaves."""
-    seen: set[int] = set()
-    found = 0
-    for ids, most in zip(prompts, findable, strict=True):
-        found += next((depth for depth, id_ in enumerate(ids[:most]) if id_ not in seen), most)
-        seen.update(ids)
-    return found
 
 
 def worst_difference(a: ReusePoints, b: ReusePoints) -> float:

@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 MAX_TIME_S = 4e9
 """More than a century, and less than what 64-bit nanoseconds can count."""
+MAX_REQUESTS = 1_000_000_000
+"""Of a made-up workload."""
 MAX_TOKENS = 1_000_000_000
 MAX_TOKEN_ID = 2**31 - 1
 MAX_PRIORITY = 2**62
@@ -19,6 +22,18 @@ MAX_PRIORITY = 2**62
 
 class WorkloadError(ValueError):
     """Input that cannot be used; the message names file, row, field, value and what is allowed."""
+
+
+class ArgumentError(WorkloadError):
+    """An argument that cannot be used. A command line says the name of its flag in the place of `name`."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        """`name`: the parameter; `problem`: what the message says after it: its value, and what is allowed."""
+        super().__init__(name, problem)
+        self.name, self.problem = name, problem
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.problem}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +54,11 @@ class RequestSpec:
     prompt_token_ids: tuple[int, ...] | None = None
     """The prompt itself; its length equals `prompt_tokens`."""
     output_token_ids: tuple[int, ...] | None = None
-    """What the recorded engine answered; only modelled step times replay it."""
+    """What the recorded engine answered, at most `output_tokens` ids; only modelled step times replay it."""
     priority: int = 0
     """Lower is more urgent, as in vLLM."""
     session_id: str | None = None
+    """Not empty, like all names."""
     turn: int | None = None
     """0-based place in its session."""
     think_time_s: float | None = None
@@ -70,7 +86,9 @@ class RequestSpec:
 
     def __post_init__(self) -> None:
         for name, problem in self._problems():
-            raise WorkloadError(f"request {self.request_id!r}: {name} {getattr(self, name)!r} {problem}")
+            raise WorkloadError(
+                f"request {self.request_id!r}: {name} {reprlib.repr(getattr(self, name))} {problem}"
+            )
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         for name in ("arrival_s", "abort_s", "think_time_s"):
@@ -82,20 +100,30 @@ class RequestSpec:
                 yield name, f"must be between 1 and {MAX_TOKENS:,}"
         if self.predicted_output_tokens is not None and not 1 <= self.predicted_output_tokens <= MAX_TOKENS:
             yield "predicted_output_tokens", f"must be between 1 and {MAX_TOKENS:,}"
-        if self.cache_salt == "":
-            yield "cache_salt", "must be a text, not empty"
+        for name in ("request_id", "session_id", "client_id", "cache_salt"):
+            if getattr(self, name) == "":
+                yield name, "must be a text, not empty"
         if abs(self.priority) > MAX_PRIORITY:
             yield "priority", f"must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+        if not 0 <= self.min_tokens <= self.output_tokens:
+            yield "min_tokens", f"must be between 0 and output_tokens ({self.output_tokens})"
+        yield from self._token_problems()
+        yield from self._prefix_problems()
+        yield from self._session_problems()
+
+    def _token_problems(self) -> Iterator[tuple[str, str]]:
         for name in ("prompt_token_ids", "output_token_ids", "stop_token_ids"):
             ids = getattr(self, name)
             if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN_ID:
                 yield name, f"must hold ids between 0 and {MAX_TOKEN_ID}"
         if self.prompt_token_ids is not None and len(self.prompt_token_ids) != self.prompt_tokens:
             yield "prompt_tokens", f"differs from the {len(self.prompt_token_ids)} prompt_token_ids"
-        if not 0 <= self.min_tokens <= self.output_tokens:
-            yield "min_tokens", f"must be between 0 and output_tokens ({self.output_tokens})"
-        yield from self._prefix_problems()
-        yield from self._session_problems()
+        answer = len(self.output_token_ids or ())
+        if answer > self.output_tokens:
+            yield (
+                "output_token_ids",
+                f"must be at most output_tokens ({self.output_tokens}) ids, not {answer}",
+            )
 
     def _session_problems(self) -> Iterator[tuple[str, str]]:
         if self.turn is not None and not 0 <= self.turn <= MAX_TOKENS:

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from servetwin.workloads.arrivals import Arrivals, FloatArray
-from servetwin.workloads.checks import check_count
+from servetwin.workloads.arrivals import Arrivals, FloatArray, send_times_s
+from servetwin.workloads.checks import check_requests
 from servetwin.workloads.columns import RequestColumns, column_array
 from servetwin.workloads.joint_lengths import Independent, JointLengths
 from servetwin.workloads.lengths import Lengths
 from servetwin.workloads.prompts import LengthsAndPrefixes, Prefixes, PromptModel, Prompts
-from servetwin.workloads.spec import MAX_TIME_S, MAX_TOKENS, ListWorkload, WorkloadError
-from servetwin.workloads.streams import stream
+from servetwin.workloads.spec import MAX_TOKENS, ListWorkload, WorkloadError
 
 
 class Synthetic(ListWorkload):
@@ -40,11 +39,11 @@ class Synthetic(ListWorkload):
         seed: int = 0,
     ) -> None:
         """Input lengths are prompt tokens without the system prompt. A bad number raises WorkloadError."""
-        check_count("n", n)
+        check_requests("n", n)
         parts: dict[str, Any] = {"prompts": prompts, "lengths": lengths, "prefixes": prefixes}
         parts |= {"input_lengths": input_lengths, "output_lengths": output_lengths}
         drawn = _prompt_model(parts).draw(n, seed)
-        times_s = arrivals.times_s(len(drawn), stream(seed, "arrivals"))
+        times_s = send_times_s(arrivals, len(drawn), seed)
         about: dict[str, Any] = {
             "format": "synthetic",
             "requests": len(drawn),
@@ -79,10 +78,6 @@ def _requests(times_s: FloatArray, drawn: Prompts) -> RequestColumns:
 
     prompt_tokens = np.asarray(drawn.columns["prompt_tokens"])
     # What a RequestSpec would refuse one by one.
-    if times_s[-1] > MAX_TIME_S:
-        raise WorkloadError(
-            f"arrivals: the last of {len(drawn)} is at {times_s[-1]:.6g} s, after {MAX_TIME_S:g} s"
-        )
     if prompt_tokens.max() > MAX_TOKENS:
         raise WorkloadError(f"prompt_tokens {prompt_tokens.max()}: must be at most {MAX_TOKENS:,}")
     columns = {

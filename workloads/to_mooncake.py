@@ -16,6 +16,7 @@ from servetwin.workloads.columns import REQUEST_FIELDS, RequestColumns
 from servetwin.workloads.prompt_blocks import PromptBlocks
 from servetwin.workloads.spec import RequestSpec
 from servetwin.workloads.transform import as_columns
+from servetwin.workloads.wording import counted
 
 BLOCK_TOKENS = 512
 SAID = frozenset(
@@ -38,17 +39,20 @@ SAID = frozenset(
 
 
 def mooncake_rows(
-    requests: Sequence[RequestSpec], block_tokens: int = BLOCK_TOKENS
+    requests: Sequence[RequestSpec], block_tokens: int = BLOCK_TOKENS, *, timed: bool = True
 ) -> Iterator[dict[str, Any]]:
-    """One row for each request, in order of arrival. Ids stand as they are where they are of `block_tokens`."""
+    """One row for each request, in order of arrival. Ids stand as they are where they are of `block_tokens`.
+
+    `timed`: whether they have arrival times; rows of others have no timestamp.
+    """
     check_count("block_tokens", block_tokens)
     columns = as_columns(requests)
     blocks = None if _fits(columns, block_tokens) else PromptBlocks(block_tokens)
     in_context = columns.has("context_tokens")
     sent: set[str] = set()
     for spec in columns:
-        row: dict[str, Any] = {
-            "timestamp": round(spec.arrival_s * 1000),
+        row: dict[str, Any] = {"timestamp": round(spec.arrival_s * 1000)} if timed else {}
+        row |= {
             "input_length": spec.prompt_tokens,
             "output_length": spec.output_tokens,
         }
@@ -62,7 +66,7 @@ def mooncake_rows(
         if spec.session_id is not None:
             row["session_id"] = spec.session_id
             if spec.session_id in sent and spec.think_time_s is not None:
-                del row["timestamp"]
+                row.pop("timestamp", None)
                 row["delay"] = _milliseconds(spec.think_time_s)
             sent.add(spec.session_id)
         yield row
@@ -79,12 +83,13 @@ def _losses(requests: RequestColumns, block_tokens: int) -> Iterator[str]:
         yield f"not in the file, for Mooncake's format has no place for them: {', '.join(lost)}"
     in_ms = requests.arrival_s * 1000
     if finer := int((abs(in_ms - in_ms.round()) > 1e-6).sum()):
-        yield f"{finer:,} arrivals are rounded to whole milliseconds"
+        yield f"rounded to whole milliseconds: {counted(finer, 'arrival')}"
     if requests.has("think_time_s") and requests.has("session_id"):
         yield "later turns with a think time have it as their delay, and no time of their own"
     if requests.has("think_time_s") and not requests.has("session_id"):
         yield "not in the file: think times of requests without session"
     yield _about_prefixes(requests, block_tokens)
+    yield _about_contexts(requests, block_tokens)
     if block_tokens != BLOCK_TOKENS:
         yield f"hash_ids are of {block_tokens} tokens each: readers must be told (--hash-block-size {block_tokens})"
 
@@ -98,6 +103,28 @@ def _about_prefixes(requests: RequestColumns, block_tokens: int) -> str:
     return (
         f"hash_ids are numbered anew, one per {block_tokens} tokens: two prompts share one where they are known "
         "to be equal throughout it"
+    )
+
+
+def _about_contexts(requests: RequestColumns, block_tokens: int) -> str:
+    """What later turns have in common with the turn before that no id says."""
+    if not (requests.has("context_tokens") and requests.has("session_id")):
+        return ""
+    prompt_before: dict[str, int] = {}
+    context = said = 0
+    columns = (requests.values(name) for name in ("session_id", "prompt_tokens", "context_tokens"))
+    for session, prompt_tokens, context_tokens in zip(*columns, strict=True):
+        if session is None:
+            continue
+        if session in prompt_before and context_tokens is not None:
+            context += context_tokens
+            said += min(context_tokens, prompt_before[session]) // block_tokens * block_tokens
+        prompt_before[session] = prompt_tokens
+    if said == context:
+        return ""
+    return (
+        f"reuse within sessions is lost in part: of {counted(context, 'context token')} of later turns hash_ids say "
+        f"{said:,} ({100 * said / context:.0f} %): those in whole blocks of the prompt before, not its answer"
     )
 
 

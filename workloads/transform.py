@@ -7,15 +7,15 @@ changed. Impossible wishes raise WorkloadError.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import isfinite
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.workloads.checks import check_count, check_positive
+from servetwin.workloads.checks import check_between, check_count, check_positive
 from servetwin.workloads.columns import RequestColumns
-from servetwin.workloads.spec import MAX_TIME_S, RequestSpec, WorkloadError
-from servetwin.workloads.statistics.arrivals import Times, find_ticks, independent_times
+from servetwin.workloads.spec import MAX_TIME_S, ArgumentError, RequestSpec, WorkloadError
+from servetwin.workloads.statistics.ticks import Times, find_crowded_ticks
 from servetwin.workloads.streams import stream
 
 
@@ -31,11 +31,7 @@ def scaled(requests: Sequence[RequestSpec], *, speed_up: float) -> RequestColumn
     """All times divided by `speed_up`: arrivals, think times and times of giving up; 2 sends twice as fast."""
     check_positive("speed_up", speed_up)
     columns = as_columns(requests)
-    last_s = float(columns.arrival_s[-1]) / speed_up
-    if last_s > MAX_TIME_S:
-        raise WorkloadError(
-            f"speed_up {speed_up!r}: puts the last arrival at {last_s:.6g} s, beyond {MAX_TIME_S:g}"
-        )
+    _check_last("speed_up", speed_up, columns, speed_up)
     for name in ("arrival_s", "think_time_s", "abort_s"):
         columns = _each(columns, name, lambda seconds: min(seconds / speed_up, MAX_TIME_S))
     return columns
@@ -47,15 +43,27 @@ def scaled_to_rate(requests: Sequence[RequestSpec], *, rate_per_s: float) -> Req
 
 
 def speed_up_for(requests: Sequence[RequestSpec], rate_per_s: float) -> float:
-    """By how much requests / span is short of `rate_per_s`. Raises WorkloadError where there is no span."""
+    """By how much requests / span is short of `rate_per_s`. Raises ArgumentError where there is no span."""
     check_positive("rate_per_s", rate_per_s)
     columns = as_columns(requests)
     span_s = span_of(columns)
     if span_s <= 0:
-        raise WorkloadError(
-            f"rate_per_s {rate_per_s!r}: all requests arrive at one time, there is no rate to scale"
+        raise ArgumentError(
+            "rate_per_s", f"{rate_per_s!r}: all requests arrive at one time, there is no rate to scale"
         )
-    return rate_per_s * span_s / len(columns)
+    speed_up = rate_per_s * (span_s / len(columns))
+    _check_last("rate_per_s", rate_per_s, columns, speed_up)
+    return speed_up
+
+
+def _check_last(name: str, value: float, columns: RequestColumns, speed_up: float) -> None:
+    """Refuses what was asked for where its speed-up leads to times beyond the allowed ones, or is no number."""
+    last_s = float(columns.arrival_s[-1]) / speed_up if speed_up else inf
+    if last_s > MAX_TIME_S or speed_up == inf:
+        raise ArgumentError(
+            name,
+            f"{value!r}: puts the last arrival at {last_s:.6g} s; it must be above 0 and at most {MAX_TIME_S:g} s",
+        )
 
 
 def span_of(requests: RequestColumns) -> float:
@@ -67,17 +75,19 @@ def cut(
     requests: Sequence[RequestSpec], *, start_s: float = 0.0, end_s: float | None = None
 ) -> RequestColumns:
     """What arrives from `start_s` on and before `end_s` (None: to the end); `start_s` becomes time 0."""
-    if not (0 <= start_s < (MAX_TIME_S if end_s is None else end_s) and isfinite(start_s)):
-        raise WorkloadError(
-            f"start_s {start_s!r}, end_s {end_s!r}: must be times, 0 or more, the first before the second"
-        )
+    check_between("start_s", start_s, 0, MAX_TIME_S)
+    if end_s is not None and not end_s > start_s:
+        raise ArgumentError("end_s", f"{end_s!r}: must be after the start of the window, {start_s:g} s")
     columns = as_columns(requests)
     times_s = columns.arrival_s
     first, end = np.searchsorted(times_s, (start_s, np.inf if end_s is None else end_s)).tolist()
     if first == end:
-        raise WorkloadError(
-            f"start_s {start_s:g}, end_s {end_s}: nothing arrives between them; "
-            f"arrivals are from {times_s[0]:.6g} to {times_s[-1]:.6g} s"
+        # One of them is to blame: the end, where it comes before everything.
+        name, bound = ("end_s", end_s) if first == 0 else ("start_s", start_s)
+        window = f"from {start_s:g} s on" if end_s is None else f"from {start_s:g} s to {end_s:g} s"
+        raise ArgumentError(
+            name,
+            f"{bound!r}: nothing arrives {window}; arrivals are from {times_s[0]:.6g} to {times_s[-1]:.6g} s",
         )
     kept = columns[first:end].with_column("arrival_s", times_s[first:end] - start_s)
     # Who gave up before the window stays someone who gives up at once.
@@ -85,23 +95,23 @@ def cut(
 
 
 def first_of(requests: Sequence[RequestSpec], n: int) -> RequestColumns:
-    """The first `n` in order of arrival. Raises WorkloadError where there are fewer."""
+    """The first `n` in order of arrival. Raises ArgumentError where there are fewer."""
     check_count("n", n)
     columns = as_columns(requests)
     if n > len(columns):
-        raise WorkloadError(f"n {n}: must be at most {len(columns)}, the requests there are")
+        raise ArgumentError("n", f"{n}: must be at most {len(columns)}, the requests there are")
     return columns[:n]
 
 
 def ticks_spread(requests: Sequence[RequestSpec], *, seed: int = 0) -> RequestColumns:
-    """Quantised arrivals drawn uniformly from their tick: up to the next instant, at most a median tick away.
+    """Quantised arrivals drawn uniformly from their tick: up to the next instant, at most a tick away.
 
     Requests keep their order; those of one session that stand at one instant move together. Times of giving up move
     with their arrivals. Raises WorkloadError for arrivals that are not quantised.
     """
     columns = as_columns(requests)
     times_s = columns.arrival_s
-    ticks = find_ticks(independent_times(columns))
+    ticks = find_crowded_ticks(columns)
     if ticks is None:
         raise WorkloadError(
             f"arrivals are not quantised: {len(np.unique(times_s)):,} instants among {len(times_s):,} requests"

@@ -20,7 +20,9 @@ from servetwin.workloads.lengths import IntArray
 from servetwin.workloads.reuse_points import prefixed_prompts, reuse_points
 from servetwin.workloads.session_turns import SessionTurns, has_sessions, session_turns
 from servetwin.workloads.spec import RequestSpec
-from servetwin.workloads.ticks import find_tick_s, spread_ticks
+from servetwin.workloads.statistics.arrivals import arrival_figures
+from servetwin.workloads.statistics.lengths import correlation
+from servetwin.workloads.statistics.ticks import find_ticks, spread_ticks
 
 T = TypeVar("T")
 Pair = tuple[T | None, T | None]
@@ -36,9 +38,8 @@ POINTS_ALIKE, POINTS_CLOSE = 3.0, 8.0
 CORRELATION_ALIKE, CORRELATION_CLOSE = 0.05, 0.15
 PREFIX_PROMPTS = 20_000
 """The first ones, at most, of which prefix reuse is compared."""
-DISPERSION_BIN_S = 1.0
-MIN_BINS = 10
-"""Needed for an index of dispersion."""
+MIN_SPAN_S = 10.0
+"""Needed for an index of dispersion at 1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,10 @@ def two_sample(first: Sequence[RequestSpec], second: Sequence[RequestSpec]) -> T
         _Sample(r if isinstance(r, RequestColumns) else RequestColumns.of(r)) for r in (first, second)
     )
     a, b = both
+    arrivals = tuple(_arrivals(a, b))
     return TwoSampleReport(
-        (*_arrivals(a, b), *_lengths(a, b), *_prefixes(a, b), *_sessions(a, b)), tuple(_notes(a, b))
+        (*arrivals, *_lengths(a, b), *_prefixes(a, b), *_sessions(a, b)),
+        (*_notes(a, b), *_about_order(arrivals)),
     )
 
 
@@ -99,36 +102,29 @@ class _Sample:
         times_s = self.requests.arrival_s
         if self.sessions is not None and self.requests.has("think_time_s"):
             times_s = np.sort(self.sessions.arrival_s[self.sessions.first])
-        self.tick_s = find_tick_s(times_s)
-        self.times_s = times_s if self.tick_s is None else spread_ticks(times_s, self.tick_s)
+        self.ticks = find_ticks(times_s)
+        self.times_s = times_s if self.ticks is None else spread_ticks(times_s, self.ticks.tick_s)
+        self.arrivals = arrival_figures(self.times_s)
+        """None: all arrive at one time."""
 
     @property
     def gaps_s(self) -> FloatArray | None:
-        """None: all arrive at one time."""
-        return np.diff(self.times_s) if self.times_s[-1] > self.times_s[0] else None
+        return None if self.arrivals is None else np.diff(self.times_s)
 
     def rate_per_s(self) -> float | None:
-        gaps = self.gaps_s
-        return None if gaps is None else len(self.times_s) / float(gaps.sum())
+        return None if self.arrivals is None else self.arrivals.rate_per_s
 
     def gap_cv(self) -> float | None:
-        gaps = self.gaps_s
-        return None if gaps is None else float(gaps.std() / gaps.mean())
+        return None if self.arrivals is None else self.arrivals.gap_cv
 
     def dispersion(self) -> float | None:
-        """Variance over mean of the requests per bin."""
-        since_s = self.times_s - self.times_s[0]
-        bins = int(since_s[-1] / DISPERSION_BIN_S)
-        if bins < MIN_BINS:
-            return None
-        counts = np.histogram(since_s, bins=bins, range=(0.0, bins * DISPERSION_BIN_S))[0]
-        return float(counts.var() / counts.mean())
+        a = self.arrivals
+        return None if a is None or a.span_s < MIN_SPAN_S else a.dispersion_1s
 
     def rank_correlation(self) -> float | None:
         from scipy.stats import rankdata
 
-        ranks = np.stack([rankdata(self.requests.prompt_tokens), rankdata(self.requests.output_tokens)])
-        return float(np.corrcoef(ranks)[0, 1]) if (ranks.std(axis=1) > 0).all() else None
+        return correlation(rankdata(self.requests.prompt_tokens), rankdata(self.requests.output_tokens))
 
     def context_percent(self) -> float | None:
         """Prompt tokens that are context of the turn before."""
@@ -150,10 +146,23 @@ class _Sample:
 
 def _notes(a: _Sample, b: _Sample) -> Iterator[str]:
     for which, sample in (("first", a), ("second", b)):
-        if sample.tick_s is not None:
-            yield f"arrivals of the {which} set lie on ticks of {sample.tick_s:.6g} s: spread before they are compared"
+        if sample.ticks is not None:
+            yield (
+                f"arrivals of the {which} set lie on ticks of {sample.ticks.tick_s:.6g} s: spread before they are "
+                "compared"
+            )
     if a.sessions is not None or b.sessions is not None:
         yield "turns of one session are not independent, so p-values of their lengths come out too small"
+
+
+def _about_order(arrivals: Sequence[Comparison]) -> Iterator[str]:
+    """Counts may differ where gaps do not: these are compared without their order."""
+    verdicts = {c.name: c.verdict for c in arrivals}
+    if verdicts["gaps_s"] == "alike" and verdicts["index_of_dispersion_1s"] == "differs":
+        yield (
+            "gaps are alike but the index of dispersion is not: in one set short gaps follow one another more often "
+            "(longer bursts), which a model of independent gaps does not hold"
+        )
 
 
 def _arrivals(a: _Sample, b: _Sample) -> Iterator[Comparison]:

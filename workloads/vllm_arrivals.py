@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 from servetwin.workloads.arrivals import FloatArray
-from servetwin.workloads.checks import check_count, check_positive, check_seed
-from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.checks import check_above_0, check_count, check_positive, check_seed
+from servetwin.workloads.spec import ArgumentError
 from servetwin.workloads.streams import arrival_stream
 
 Strategy = Literal["linear", "exponential"]
@@ -34,8 +34,8 @@ class BenchServe:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_above_0("rate_per_s", self.rate_per_s)
-        _check_above_0("burstiness", self.burstiness)
+        check_above_0("rate_per_s", self.rate_per_s)
+        check_above_0("burstiness", self.burstiness)
         check_seed(self.seed)
 
     def times_s(self, n: int, rng: np.random.Generator | None = None) -> FloatArray:
@@ -67,15 +67,15 @@ class RampUp:
 
     def __post_init__(self) -> None:
         if self.strategy not in ("linear", "exponential"):
-            raise WorkloadError(f"strategy {self.strategy!r}: must be linear or exponential")
+            raise ArgumentError("strategy", f"{self.strategy!r}: must be linear or exponential")
         check_positive("start_rate_per_s", self.start_rate_per_s)
         check_positive("end_rate_per_s", self.end_rate_per_s)
         if self.end_rate_per_s < self.start_rate_per_s:
-            raise WorkloadError(
-                f"end_rate_per_s {self.end_rate_per_s!r}: must be start_rate_per_s "
-                f"({self.start_rate_per_s!r}) or more"
+            raise ArgumentError(
+                "end_rate_per_s",
+                f"{self.end_rate_per_s!r}: must be the rate at the start, {self.start_rate_per_s!r}, or more",
             )
-        _check_above_0("burstiness", self.burstiness)
+        check_above_0("burstiness", self.burstiness)
         check_seed(self.seed)
 
     def rates_per_s(self, n: int) -> FloatArray:
@@ -99,8 +99,3 @@ def _unit_gaps(n: int, burstiness: float, rng: np.random.Generator) -> FloatArra
     if math.isinf(burstiness):
         return np.ones(n)
     return rng.gamma(burstiness, 1 / burstiness, n)
-
-
-def _check_above_0(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise WorkloadError(f"{name} {value!r}: must be a number above 0, or infinite")

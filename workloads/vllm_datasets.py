@@ -15,7 +15,7 @@ import numpy as np
 from servetwin.workloads.checks import check_between, check_count
 from servetwin.workloads.lengths import Uniform
 from servetwin.workloads.prompts import Columns, Prompts
-from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.spec import ArgumentError
 from servetwin.workloads.streams import stream
 
 
@@ -44,9 +44,10 @@ class RandomDataset:
         check_count("prefix_len", self.prefix_len, at_least=0)
         check_count("num_special_tokens", self.num_special_tokens, at_least=0)
         if self.prefix_len + self._input_range()[0] < 1:
-            raise WorkloadError(
-                f"input_len {self.input_len}: must be more, with range_ratio {self.range_ratio} and "
-                f"{self.num_special_tokens} special tokens a prompt without prefix may be empty"
+            raise ArgumentError(
+                "input_len",
+                f"{self.input_len}: must be more, since with a range ratio of {self.range_ratio} and "
+                f"{self.num_special_tokens} special tokens a prompt without prefix may be empty",
             )
 
     def _input_range(self) -> tuple[int, int]:
@@ -94,7 +95,7 @@ class PrefixRepetitionDataset:
         """n - n % num_prefixes requests, shuffled by the stream `prefixes` of the root `seed`."""
         per_prefix, dropped = divmod(n, self.num_prefixes)
         if per_prefix == 0:
-            raise WorkloadError(f"n {n}: must be num_prefixes ({self.num_prefixes}) or more")
+            raise ArgumentError("n", f"{n}: must be {self.num_prefixes}, the number of prefixes, or more")
         prefixes = np.repeat(np.arange(self.num_prefixes), per_prefix)
         stream(seed, "prefixes").shuffle(prefixes)
         kept = len(prefixes)

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags, TraceFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.loading import Load
 from servetwin.sim.commands.running import RunRequest, show
 from servetwin.sim.commands.running import carry_out as run
 from servetwin.sim.commands.show import command_name, say
+from servetwin.sim.commands.trace_flags import TraceFlags
 from servetwin.sim.plugins import load
 from servetwin.sim.runs import HEADER, Run, read_run
 from servetwin.workloads import read_trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +12,12 @@ from pydantic import ValidationError
 from servetwin.sim.commands.compat import rules_of
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.roofline_source import (
+    StepSource,
+    refuse_card_flags,
+    required_card,
+    roofline_source,
+)
 from servetwin.sim.commands.show import say
 from servetwin.sim.config import (
     ASSUMED_MAX_MODEL_LEN,
@@ -71,6 +77,9 @@ def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, s
     load_policy(flags.scheduling_policy)
     rules_of(flags.vllm_compat)
     try:
+        if executor == "roofline":
+            return _roofline_engine(flags, step_time_s, seed, drafting)
+        refuse_card_flags(flags, executor)
         if executor == "constant":
             return _constant_engine(flags, step_time_s, seed, drafting)
         return _executor_engine(flags, executor, step_time_s, seed, drafting)
@@ -84,6 +93,7 @@ def build_live_engine(flags: EngineFlags, seed: int) -> Engine:
     load_policy(flags.scheduling_policy)
     rules_of(flags.vllm_compat)
     _check_drafting("torch", drafting, flags.draft_acceptance_rate)
+    refuse_card_flags(flags, "torch")
     if flags.model is None:
         raise UsageError("--live needs --model: a local Hugging Face folder")
     _check_torch_flags(flags, None)
@@ -148,18 +158,48 @@ def _constant_engine(
     num_gpu_blocks = flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS
     model, assumed = _assumed_model(flags, num_gpu_blocks)
     assumed += _assumed_limits(flags, model.max_model_len)
+    source = StepSource(
+        "constant",
+        ConstantStepModel(seconds_to_ns(step_time_s)),
+        num_gpu_blocks,
+        {"step_time_s": step_time_s},
+        assumed,
+    )
+    return _modelled_engine(flags, source, model, seed, drafting)
+
+
+def _roofline_engine(
+    flags: EngineFlags, step_time_s: float | None, seed: int, drafting: SpeculativeConfig | None
+) -> Engine:
+    if step_time_s is not None:
+        raise UsageError("--step-time-s has no effect with --executor roofline, which estimates its steps")
+    card, folder = required_card(flags)
+    model = read_model_config(folder, flags.max_model_len)
+    seqs, batched = engine_options(flags, seed).limits(model.max_model_len, card.default_limits())
+    flags = replace(flags, max_num_seqs=seqs, max_num_batched_tokens=batched)
+    return _modelled_engine(flags, roofline_source(flags, card, folder), model, seed, drafting)
+
+
+def _modelled_engine(
+    flags: EngineFlags,
+    source: StepSource,
+    model: ModelConfig,
+    seed: int,
+    drafting: SpeculativeConfig | None,
+) -> Engine:
+    """An engine whose steps take the time that a step model says."""
     tokens = TokenSource(model.vocab_size, seed)
     options = engine_options(flags, seed)
     asynchronous = _asynchronous(options, drafting)
-    config = options.engine_config(model, num_gpu_blocks, drafting, asynchronous=asynchronous)
-    step_model = ConstantStepModel(seconds_to_ns(step_time_s))
+    config = options.engine_config(model, source.num_gpu_blocks, drafting, asynchronous=asynchronous)
+    drafts = _draft_model(flags, config, tokens, seed)
     return Engine(
         config=config,
-        timer=ModelledStepTimer(step_model, tokens, "constant", _draft_model(flags, config, tokens, seed)),
+        timer=ModelledStepTimer(source.model, tokens, source.name, drafts),
         tokens=tokens,
         runs_a_model=False,
-        assumed=assumed,
-        described={"step_time_s": step_time_s},
+        assumed=source.assumed,
+        described=source.described,
     )
 
 
@@ -215,7 +255,7 @@ def _load_executor(name: str) -> Any:
     try:
         return load("servetwin.executors", name)
     except PluginError as e:
-        allowed = "allowed: constant (with --step-time-s), "
+        allowed = "allowed: constant (with --step-time-s), roofline (with --gpu), "
         raise UsageError(f"--executor {e}".replace("allowed: ", allowed)) from e
 
 

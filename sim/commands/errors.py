@@ -1,10 +1,11 @@
-"""Errors that end a command: usage errors (exit 2) as one line, everything else as it comes (exit 1)."""
+"""Errors that end a command, as one line: wrong usage (exit 2), what cannot be (exit 3), everything else (exit 1)."""
 
 from __future__ import annotations
 
+from servetwin.sim.infeasible import InfeasibleError
 from servetwin.sim.policy_errors import PolicyFailedError, policy_errors_told
 
-__all__ = ["PolicyFailedError", "UsageError", "policy_errors_told"]
+__all__ = ["InfeasibleError", "PolicyFailedError", "UsageError", "policy_errors_told"]
 
 
 class UsageError(ValueError):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from servetwin.sim.commands.flags import whole_number
+from servetwin.sim.commands.flag_kinds import whole_number
 
 
 def execute(

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from cyclopts import Group, Parameter, Token
+from cyclopts import Group, Parameter
 
-from servetwin.sim.human_readable import human_readable_int
+from servetwin.sim.commands.flag_kinds import count as _int
+from servetwin.sim.commands.flag_kinds import flag as _flag
+from servetwin.sim.commands.flag_kinds import numbers as _ints
+from servetwin.sim.commands.flag_kinds import switch as _switch
+from servetwin.sim.definitions import formulas_in_words
 
 RUN = Group("Run", sort_key=0)
 LOAD = Group("Load", sort_key=1)
-TRACE = Group("Trace", sort_key=1)
 MODEL = Group("Model", sort_key=2)
+ROOFLINE = Group("Card (executor roofline)", sort_key=2)
 CACHE = Group("KV cache", sort_key=3)
 SCHEDULER = Group("Scheduler", sort_key=4)
 SPECULATION = Group("Speculative decoding", sort_key=5)
 COMPAT = Group("Fidelity to vLLM (default of the corrections: as --vllm-compat says)", sort_key=6)
 SAMPLING = Group("Sampling (executor torch)", sort_key=7)
-
-
-def whole_number(type_: Any, tokens: Sequence[Token]) -> int:
-    """An integer as vLLM's parser takes it: 32k = 32,000; 32K = 32,768; 25.6k is legal, 25.6K is not."""
-    return human_readable_int(tokens[0].value)
-
-
-def _int(group: Group, text: str, name: str | None = None) -> Parameter:
-    return Parameter(name=name, group=group, help=text, converter=whole_number)
-
-
-def _ints(group: Group, text: str) -> Parameter:
-    """One integer or more behind one flag."""
-    return Parameter(group=group, help=text, consume_multiple=True, negative=())
-
-
-def _flag(group: Group, text: str) -> Parameter:
-    return Parameter(group=group, help=text)
-
-
-def _switch(group: Group, text: str) -> Parameter:
-    """A flag that can only be given, without a `--no-` twin."""
-    return Parameter(group=group, help=text, negative=())
 
 
 @Parameter(name="*")
@@ -54,7 +34,8 @@ class RunFlags:
         str | None,
         _flag(
             RUN,
-            "Required. torch: a real model, measured. constant: every step takes --step-time-s. "
+            "Required. torch: a real model, measured. constant: every step takes --step-time-s. roofline: estimated "
+            "for --model from the published peaks of --gpu. "
             "module:attribute: your own, called with ExecutorOptions (the current folder is searched, too).",
         ),
     ] = None
@@ -82,7 +63,12 @@ class RunFlags:
         _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
     ] = None
     metric_defs: Annotated[
-        str, _flag(RUN, "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf.")
+        str,
+        _flag(
+            RUN,
+            "Whose definitions: vllm-bench, vllm-server, guidellm or inference-perf. Over completed requests: "
+            f"{formulas_in_words()}.",
+        ),
     ] = "vllm-bench"
     json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
     reset_prefix_cache_at: Annotated[
@@ -93,7 +79,7 @@ class RunFlags:
             "may be given several times.",
         ),
     ] = ()
-    seed: Annotated[int, _flag(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
+    seed: Annotated[int, _int(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
 
 
 @Parameter(name="*")
@@ -113,7 +99,8 @@ class LoadFlags:
         _flag(
             LOAD,
             "Requests/s of a preset instead of its own, of --dataset-name, or of a trace without times (of one with "
-            "sessions: sessions/s); inf: all at once. A trace with times keeps them: see `servetwin trace scale`.",
+            "sessions: beginnings of sessions/s); inf: all at once. A trace with times keeps them: see `servetwin "
+            "trace scale`.",
         ),
     ] = None
     burstiness: Annotated[
@@ -125,11 +112,17 @@ class LoadFlags:
     ramp_up_strategy: Annotated[
         Literal["linear", "exponential"] | None,
         _flag(
-            LOAD, "The rate goes with the index of the request from --ramp-up-start-rps to --ramp-up-end-rps."
+            LOAD,
+            "The rate goes with the index of the request (of a trace with sessions: of the session) from "
+            "--ramp-up-start-rps to --ramp-up-end-rps.",
         ),
     ] = None
-    ramp_up_start_rps: Annotated[float | None, _flag(LOAD, "Requests/s of the first request.")] = None
-    ramp_up_end_rps: Annotated[float | None, _flag(LOAD, "Requests/s of the last request.")] = None
+    ramp_up_start_rps: Annotated[
+        float | None, _flag(LOAD, "Rate at the first request, in the unit of --request-rate.")
+    ] = None
+    ramp_up_end_rps: Annotated[
+        float | None, _flag(LOAD, "Rate at the last request, in the unit of --request-rate.")
+    ] = None
     max_concurrency: Annotated[
         int | None,
         _int(
@@ -177,54 +170,13 @@ class LoadFlags:
     prefix_repetition_output_len: Annotated[
         int | None, _int(LOAD, "Dataset prefix_repetition: output tokens (default 128).")
     ] = None
+    trace_warnings: Annotated[
+        bool,
+        _flag(LOAD, "Say on stderr what of a trace's recorded times misleads: coarse clocks, idle ends."),
+    ] = True
     ignore_eos: Annotated[
         bool, _flag(LOAD, "Generate exactly output_tokens tokens; a request's own ignore_eos wins.")
     ] = True
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class TraceFlags:
-    """How a trace is read, where its content leaves that open."""
-
-    trace_format: Annotated[
-        str | None,
-        Parameter(
-            ("--trace-format", "--format"),
-            group=TRACE,
-            help="Name of the format (default: told by the content).",
-        ),
-    ] = None
-    time_unit: Annotated[
-        Literal["s", "ms", "us", "ns"] | None, _flag(TRACE, "Unit of the times in the file.")
-    ] = None
-    hash_block_size: Annotated[int | None, _int(TRACE, "Tokens that one prefix id (hash id) stands for.")] = (
-        None
-    )
-    columns: Annotated[
-        tuple[str, ...],
-        _switch(
-            TRACE,
-            "field=name, several times: where csv or JSONL of your own has arrival, prompt_tokens, output_tokens, "
-            "session_id ...",
-        ),
-    ] = ()
-    tokenizer: Annotated[
-        Path | None,
-        _flag(TRACE, "tokenizer.json, or a folder that has one: for traces that hold texts."),
-    ] = None
-    trace_model: Annotated[
-        str | None, _flag(TRACE, "Only the rows of this model, for traces that name one.")
-    ] = None
-    trace_output_tokens: Annotated[
-        int | None, _int(TRACE, "Output tokens of every request, for traces that do not say.")
-    ] = None
-    window: Annotated[
-        str | None,
-        _flag(
-            TRACE, "START:END in seconds of the source's own clock, for ServeGen folders (default: an hour)."
-        ),
-    ] = None
 
 
 @Parameter(name="*")
@@ -295,6 +247,20 @@ class EngineFlags:
             "only.",
         ),
     ] = None
+    gpu: Annotated[
+        str | None,
+        _flag(
+            ROOFLINE,
+            "Card to estimate step times for, and the size of the pool: H100, A100-80GB, RTX-4090 ...",
+        ),
+    ] = None
+    tensor_parallel_size: Annotated[int, _int(ROOFLINE, "Cards that share every layer.")] = 1
+    kv_cache_dtype: Annotated[
+        str,
+        _flag(
+            ROOFLINE, "Data type of K and V: auto (as --dtype), bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")
     ] = None
@@ -307,14 +273,15 @@ class EngineFlags:
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[
-        int | None, _int(CACHE, "Memory of the KV cache in bytes; executor torch only.")
+        int | None, _int(CACHE, "Memory of the KV cache in bytes; executors torch and roofline only.")
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
         _flag(
             CACHE,
-            "Part of the device's memory (0 to 1) that the engine may use, weights and activations included; executor "
-            "torch only (default: 0.92 of a GPU; on a CPU half of what is free, at most 4 GiB for the cache).",
+            "Part of the device's memory (0 to 1) that the engine may use, weights and activations included; executors "
+            "torch and roofline only (default: 0.92 of a GPU; on a CPU half of what is free, at most 4 GiB for the "
+            "cache).",
         ),
     ] = None
     enable_prefix_caching: Annotated[bool, _flag(CACHE, "Reuse KV blocks of equal prompt prefixes.")] = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from servetwin.sim.commands.errors import UsageError
-from servetwin.sim.commands.flags import LoadFlags, TraceFlags
+from servetwin.sim.commands.flag_names import flags_named, given, spelled
+from servetwin.sim.commands.flags import LoadFlags
+from servetwin.sim.commands.trace_flags import TraceFlags
 from servetwin.workloads import (
     Arrivals,
     BenchServe,
@@ -23,6 +25,8 @@ from servetwin.workloads import (
     as_workload,
     open_workload,
 )
+from servetwin.workloads.checks import check_count
+from servetwin.workloads.traces.formats import FLAGS, named_format
 from servetwin.workloads.traces.options import Tokenize
 
 DATASETS = {
@@ -45,35 +49,33 @@ class Load:
     def check(self) -> None:
         """Raises UsageError for what can be seen before anything is opened."""
         flags = self.flags
-        for name in ("num_prompts", "max_concurrency"):
-            if (value := getattr(flags, name)) is not None and value < 1:
-                raise UsageError(f"{_spelled(name)} {value} must be 1 or more")
+        with flags_named(max_concurrency="--max-concurrency"):
+            if flags.max_concurrency is not None:
+                check_count("max_concurrency", flags.max_concurrency)
         if (flags.dataset_name is None) == (self.workload is None):
             raise UsageError(
                 "WORKLOAD is missing: a trace, our JSONL, a preset, or --dataset-name"
                 if self.workload is None
                 else f"--dataset-name {flags.dataset_name} stands in the place of WORKLOAD, {self.workload!r}"
             )
+        if self.workload is None and (flag := next(iter(given(self.trace)), None)):
+            raise UsageError(f"{flag} goes with a trace; --dataset-name {flags.dataset_name} is made up")
         self._check_rate()
         for name in self._without_effect():
-            raise UsageError(f"{_spelled(name)} goes with --dataset-name {_dataset(name)}")
+            raise UsageError(f"{spelled(name)} goes with --dataset-name {_dataset(name)}")
 
     def _check_rate(self) -> None:
         flags = self.flags
-        if flags.request_rate is not None and not flags.request_rate > 0:
+        ramp = [spelled(name) for name in RAMP_UP if getattr(flags, name) is not None]
+        if ramp and len(ramp) < len(RAMP_UP):
             raise UsageError(
-                f"--request-rate {flags.request_rate} must be above 0 (requests/s; inf: all at once)"
+                f"{ramp[0]} needs {', '.join(spelled(n) for n in RAMP_UP if spelled(n) not in ramp)}"
             )
-        given = [_spelled(name) for name in RAMP_UP if getattr(flags, name) is not None]
-        if given and len(given) < len(RAMP_UP):
-            raise UsageError(
-                f"{given[0]} needs {', '.join(_spelled(n) for n in RAMP_UP if _spelled(n) not in given)}"
-            )
-        if given and flags.request_rate is not None:
+        if ramp and flags.request_rate is not None:
             raise UsageError(
                 "--request-rate cannot stand beside --ramp-up-strategy, which has rates of its own"
             )
-        if flags.burstiness is not None and not given and flags.request_rate is None:
+        if flags.burstiness is not None and not ramp and flags.request_rate is None:
             raise UsageError("--burstiness goes with --request-rate or --ramp-up-strategy")
 
     def _without_effect(self) -> Iterator[str]:
@@ -83,19 +85,37 @@ class Load:
                 yield from (name for name in names if getattr(self.flags, name) is not None)
 
     def open(self, seed: int) -> ListWorkload | ClosedLoop:
-        """The workload. Raises WorkloadError for what cannot be used."""
-        flags, process = self.flags, self._process()
-        if self.workload is None:
-            return self._dataset(process, seed)
-        return open_workload(
-            self.workload,
-            flags.num_prompts,
-            flags.request_rate if process is None else None,
-            seed,
-            arrivals=process,
-            loop=flags.loop,
-            read=read_options(self.trace),
-        )
+        """The workload. Raises UsageError, WorkloadError for what cannot be used."""
+        flags = self.flags
+        with flags_named(**self._flags()):
+            process = self._process()
+            if self.workload is None:
+                return self._dataset(process, seed)
+            return open_workload(
+                self.workload,
+                flags.num_prompts,
+                flags.request_rate if process is None else None,
+                seed,
+                arrivals=process,
+                loop=flags.loop,
+                read=read_options(self.trace) if given(self.trace) else None,
+            )
+
+    def _flags(self) -> dict[str, str]:
+        """The parameters that `open` sets -> what was typed for them."""
+        flags = self.flags
+        names = {"n": "num_prompts", "rate_per_s": "request_rate"}
+        names |= {"start_rate_per_s": "ramp_up_start_rps", "end_rate_per_s": "ramp_up_end_rps"}
+        names |= {name: name for name in ("num_prompts", "burstiness", "loop", "seed")}
+        if flags.dataset_name is not None:
+            prefix, dataset = DATASETS[flags.dataset_name]
+            names |= {f.name: prefix + f.name for f in fields(dataset)}
+        rates = ("request_rate", *RAMP_UP)
+        typed = (f"{spelled(name)} {value}" for name in rates if (value := getattr(flags, name)) is not None)
+        return {parameter: spelled(name) for parameter, name in names.items()} | {
+            "arrivals": " ".join(typed),
+            "read": " ".join(given(self.trace)),
+        }
 
     def _process(self) -> Arrivals | None:
         """What the flags say of arrivals beyond a rate."""
@@ -117,7 +137,7 @@ class Load:
         flags = self.flags
         assert flags.dataset_name is not None, "checked before"
         prefix, dataset = DATASETS[flags.dataset_name]
-        given = {
+        typed = {
             n.removeprefix(prefix): v
             for n, v in vars(flags).items()
             if n.startswith(prefix) and v is not None
@@ -125,26 +145,30 @@ class Load:
         rate = float("inf") if flags.request_rate is None else flags.request_rate
         made = Synthetic(
             arrivals=process or BenchServe(rate_per_s=rate),
-            prompts=dataset(**given),
-            n=flags.num_prompts or DATASET_REQUESTS,
+            prompts=dataset(**typed),
+            n=DATASET_REQUESTS if flags.num_prompts is None else flags.num_prompts,
             seed=seed,
         )
         return as_workload(made.requests, made.about | {"dataset_name": flags.dataset_name}, flags.loop)
 
 
-def read_options(flags: TraceFlags, tolerance: Tolerance = Tolerance.NORMAL) -> ReadOptions:
-    """How to read a trace. Raises UsageError, WorkloadError."""
-    return ReadOptions(
-        format=flags.trace_format,
-        time_unit=flags.time_unit,
-        block_size=flags.hash_block_size,
-        columns=_columns(flags.columns),
-        tokenize=None if flags.tokenizer is None else load_tokenize(flags.tokenizer),
-        output_tokens=flags.trace_output_tokens,
-        model=flags.trace_model,
-        window_s=None if flags.window is None else _window(flags.window),
-        tolerance=tolerance,
-    )
+def read_options(flags: TraceFlags, tolerance: Tolerance = Tolerance.NORMAL, seed: int = 0) -> ReadOptions:
+    """How to read a trace. Raises UsageError."""
+    with flags_named(format="--trace-format", seed="--seed", **FLAGS):
+        if flags.trace_format is not None:
+            named_format(flags.trace_format)
+        return ReadOptions(
+            format=flags.trace_format,
+            time_unit=flags.time_unit,
+            block_size=flags.hash_block_size,
+            columns=_columns(flags.columns),
+            tokenize=None if flags.tokenizer is None else load_tokenize(flags.tokenizer),
+            output_tokens=flags.trace_output_tokens,
+            model=flags.trace_model,
+            window_s=None if flags.window is None else _window(flags.window),
+            seed=seed,
+            tolerance=tolerance,
+        )
 
 
 def _columns(texts: tuple[str, ...]) -> dict[str, str]:
@@ -190,10 +214,6 @@ def load_tokenize(path: Path) -> Tokenize:
         return ids
 
     return tokenize
-
-
-def _spelled(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _dataset(name: str) -> str:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags, TraceFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
+from servetwin.sim.commands.trace_flags import TraceFlags
 
 # Frozen, and cyclopts shows these defaults in --help.
 RUN, LOAD, TRACE = RunFlags(), LoadFlags(), TraceFlags()

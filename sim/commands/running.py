@@ -33,6 +33,7 @@ from servetwin.sim.simulation import sampling_of, simulate
 from servetwin.sim.tables import Tables
 from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads import ClosedLoop, ListWorkload, RequestSpec, values_of
+from servetwin.workloads.columns import known_prompts
 from servetwin.workloads.spec import MAX_TIME_S
 from servetwin.workloads.traces.jsonl import to_jsonl
 
@@ -56,8 +57,8 @@ class RunRequest:
         """The same with what --vllm-args says, which is told where it has no effect. Raises UsageError."""
         if self.engine.vllm_args is None:
             return self
-        runs_a_model = self.flags.live or self.flags.executor != "constant"
-        engine, notes = with_vllm_args(self.engine, self.engine.vllm_args, runs_a_model=runs_a_model)
+        executor = "torch" if self.flags.live else str(self.flags.executor)
+        engine, notes = with_vllm_args(self.engine, self.engine.vllm_args, executor=executor)
         for note in notes:
             say(note)
         return replace(self, engine=engine)
@@ -73,7 +74,8 @@ class RunRequest:
         self._check_clock()
         if flags.executor is None and not flags.live:
             raise UsageError(
-                "--executor is missing: torch (with --model), constant (with --step-time-s), or module:attribute"
+                "--executor is missing: torch (with --model), constant (with --step-time-s), roofline (with --gpu and "
+                "--model), or module:attribute"
             )
         definitions(flags.metric_defs)
         self.load.check()
@@ -97,8 +99,9 @@ class RunRequest:
     def _check_sampling(self) -> None:
         sampling = self.sampling
         SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-        if self.flags.executor == "constant" and sampling != SamplingFlags():
-            raise UsageError("--temperature, --top-k and --top-p have no effect with --executor constant")
+        executor = self.flags.executor
+        if executor in ("constant", "roofline") and sampling != SamplingFlags():
+            raise UsageError(f"--temperature, --top-k and --top-p have no effect with --executor {executor}")
 
 
 def carry_out(request: RunRequest) -> int:
@@ -114,7 +117,7 @@ def carry_out(request: RunRequest) -> int:
     else:
         engine = build_engine(request.engine, str(flags.executor), flags.step_time_s, flags.seed)
     try:
-        _announce(workload, engine)
+        _announce(workload, engine, trace_warnings=request.load.flags.trace_warnings)
         summary = _serve(request, workload, engine)
     finally:
         engine.close()
@@ -128,7 +131,7 @@ def carry_out(request: RunRequest) -> int:
     return 0
 
 
-def _announce(workload: ListWorkload | ClosedLoop, engine: Engine) -> None:
+def _announce(workload: ListWorkload | ClosedLoop, engine: Engine, *, trace_warnings: bool) -> None:
     """What is about to run, on stderr: what was left out, assumed, and not acted on."""
     about = workload.about
     if dropped := about.get("rows_dropped"):
@@ -137,6 +140,8 @@ def _announce(workload: ListWorkload | ClosedLoop, engine: Engine) -> None:
     say(_workload_line(workload))
     for note in about.get("notes", ()):
         say(f"note: {note}")
+    for warning in about.get("warnings", ()) if trace_warnings else ():
+        say(f"warning: {warning}")
     if about.get("loop") == "closed":
         say("closed loop: later turns of a session wait for their answers, and for their think times")
         if not any(value is not None for value in values_of(workload.requests, "think_time_s")):
@@ -147,8 +152,8 @@ def _announce(workload: ListWorkload | ClosedLoop, engine: Engine) -> None:
         )
     elif any(value is not None for value in values_of(workload.requests, "think_time_s")):
         say("open loop: every request is sent at its arrival_s; its think_time_s is not acted on")
-    if _reuse_is_unknown(workload):
-        say("prefix reuse: unknown to this trace; every prompt is unique, so prefix hits say nothing")
+    if reuse := _reuse_line(workload):
+        say(reuse)
     for text in _without_effect(workload, engine.config.scheduler.policy):
         say(f"note: {text}")
     for text in engine.notes:
@@ -162,7 +167,7 @@ def _workload_line(workload: ListWorkload | ClosedLoop) -> str:
     """Format, size, span and unit: a misread unit shows here."""
     about, times_s = workload.about, values_of(workload.requests, "arrival_s")
     span_s = max(times_s) - min(times_s)
-    rate = f", {len(times_s) / span_s:.3g}/s" if span_s else ""
+    rate = f", {len(times_s) / span_s:.3g} requests/s" if span_s else ""
     units = [f"{label} {about[key]}" for key, label in UNITS.items() if key in about]
     return (
         ", ".join([f"workload: {about.get('preset', about.get('format', 'made up'))}", *units])
@@ -170,12 +175,18 @@ def _workload_line(workload: ListWorkload | ClosedLoop) -> str:
     )
 
 
-def _reuse_is_unknown(workload: ListWorkload | ClosedLoop) -> bool:
-    """Whether it was read from a trace that does not say what prompts begin with."""
-    names = ("prefix_ids", "prompt_token_ids", "context_tokens")
-    return "rows_read" in workload.about and not any(
-        value is not None for name in names for value in values_of(workload.requests, name)
-    )
+def _reuse_line(workload: ListWorkload | ClosedLoop) -> str | None:
+    """What a trace leaves open of what its prompts begin with; in sessions, more than a first turn's."""
+    if "rows_read" not in workload.about:
+        return None
+    known, total = known_prompts(workload.requests), len(workload)
+    if known == 0:
+        return "prefix reuse: unknown to this trace; every prompt is unique, so prefix hits say nothing"
+    if known < total and not any(v is not None for v in values_of(workload.requests, "context_tokens")):
+        return (
+            f"prefix reuse: known for {known:,} of {total:,} requests; the prompts of the others are unique"
+        )
+    return None
 
 
 def _without_effect(workload: ListWorkload | ClosedLoop, policy: str) -> Iterator[str]:

@@ -14,9 +14,21 @@ from rich.text import Text
 
 from servetwin.sim.units import ns_to_seconds
 
-LATENCIES = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2el", "E2E"), ("queue", "queue"))
-HELD_BACK = (("client_queue_time", "held back"), ("e2el_including_client_queue", "E2E in all"))
-"""Where a client's own limit held requests back."""
+LATENCIES = (
+    ("ttft", "TTFT"),
+    ("tpot", "TPOT"),
+    ("itl", "ITL"),
+    ("e2el", "E2E"),
+    ("ntpot", "NTPOT"),
+    ("queue", "queue"),
+)
+HELD_BACK = (
+    ("client_queue_time", "held back"),
+    ("ttft_including_client_queue", "TTFT from arrival"),
+    ("e2el_including_client_queue", "E2E from arrival"),
+)
+"""Where a client's own limit held requests back: those above count from the sending."""
+RATES = (("output_throughput", "output throughput"), ("duration", "duration"))
 
 
 def say(message: str) -> None:
@@ -83,8 +95,11 @@ def results_console() -> Console:
 
 
 def results(summary: Mapping[str, Any], clock: str = "simulated") -> list[RenderableType]:
-    """The figures of a run: latencies with their formulas, then load and cache; `clock`: whose duration it is."""
-    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary, clock)]
+    """The figures of a run: latencies with formulas, load and cache, notes; `clock`: whose duration it is."""
+    rates = summary["servetwin"]["formulas"]
+    meant = Text("\n".join(f"{title} = {rates[key]}" for key, title in RATES), style="dim")
+    notes = [Text(f"note: {note}") for note in summary["servetwin"].get("notes", ())]
+    return [_latency_table(summary), _formulas(summary), "", _figures_table(summary, clock), meant, *notes]
 
 
 def _formulas(summary: Mapping[str, Any]) -> Text:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from cyclopts import App
 
 from servetwin.sim.commands.help_layout import help_formatter
+from servetwin.sim.commands.trace_verdicts import VERDICTS
 
 COMMANDS = {
     "info": (
         "Say what a trace is like: rows, rate, burstiness, lengths, reuse of prefixes, sessions, and its traps.",
         "Every row that cannot be used is dropped, counted by reason, and the first ones are shown; --strict refuses "
         "the trace for the first one. What would mislead a replay is said: coarse clocks, idle ends, cut lengths. "
-        "Reuse is unknown, not zero, where a trace does not say what prompts begin with.",
+        "Reuse is unknown, not zero, where a trace does not say what prompts begin with. p50, p90 and p99 are "
+        "interpolated linearly between the two nearest values.",
     ),
     "convert": (
         "Write a trace as our JSONL or Parquet, or as Mooncake's JSON lines.",
@@ -33,7 +35,7 @@ COMMANDS = {
         "Put several traces on one clock, as if their clients used one engine.",
         "Each starts at second 0. Request and session ids that an earlier trace has, too, get @2, @3 ... behind them. "
         "Prefix ids are numbered anew, so that traces share none, unless --shared-prefixes. The flags of reading hold "
-        "for all of them.",
+        "for all of them whose format has a use for them.",
     ),
     "resample": (
         "Draw more (or fewer) requests like those of a trace.",
@@ -43,11 +45,14 @@ COMMANDS = {
     ),
     "fit": (
         "Fit a synthetic model to a trace: arrivals, lengths, shared prefixes, sessions.",
-        "`trace synth` makes requests of it. What the trace does not say stays unknown in the model, and is said.",
+        "`trace synth` makes requests of it. What the trace does not say stays unknown in the model, and is said; "
+        "--check compares the two.",
+        VERDICTS,
     ),
     "synth": (
         "Make requests like those of a trace, from a fitted model or a preset.",
         "The same model, number, rate and seed give the same file; --against compares them with a trace.",
+        VERDICTS,
     ),
     "presets": ("List the synthetic workloads that have names.", "`servetwin run NAME` serves one."),
 }

@@ -5,14 +5,15 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
+from servetwin.sim.commands.trace_verdicts import VERDICTS
 from servetwin.workloads.two_sample import Comparison, TwoSampleReport
 
 STYLES = {"alike": "green", "close": "yellow", "differs": "red", "unknown": "dim"}
 
 
 def comparison_table(report: TwoSampleReport, first: str, second: str) -> Table:
-    """A line for each comparison: both figures (of a distribution its mean), the KS test, the verdict."""
-    table = Table(title="Two-sample report", title_justify="left")
+    """A line for each comparison: both figures (of a distribution its mean), the KS test, the verdict; its limits."""
+    table = Table(title="Two-sample report", title_justify="left", caption=VERDICTS, caption_justify="left")
     table.add_column("", overflow="fold")
     for column in (first, second, "KS", "p"):
         table.add_column(column, justify="right")

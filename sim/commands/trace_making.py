@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.loading import read_options
 from servetwin.sim.commands.show import print_json, say
-from servetwin.sim.commands.trace_flags import DrawFlags, ReadFlags, WriteFlags
+from servetwin.sim.commands.trace_flags import OpenFlags, ReadFlags, WriteFlags
 from servetwin.workloads import ReadOptions, RequestColumns, Tolerance, Trace, read_trace
 from servetwin.workloads.export import Wrote, write_trace
+from servetwin.workloads.traces.trace import ArrivalTimes
 from servetwin.workloads.transform import span_of, ticks_spread
 
 LONG = 100_000
@@ -35,6 +36,8 @@ class Making:
     requests: RequestColumns
     traces: list[Trace]
     notes: list[str] = field(default_factory=list)
+    arrivals: ArrivalTimes = "recorded"
+    """Which of the requests have times of their own."""
     result: dict[str, Any] = field(default_factory=dict)
     """What the command adds to its JSON."""
 
@@ -51,17 +54,17 @@ class Making:
 
 def options_of(flags: ReadFlags, tolerance: Tolerance, seed: int = 0) -> ReadOptions:
     """How to read a trace: `tolerance`, unless --strict."""
-    options = read_options(flags.trace_flags(), Tolerance.STRICT if flags.strict else tolerance)
-    return replace(options, seed=seed)
+    return read_options(flags, Tolerance.STRICT if flags.strict else tolerance, seed)
 
 
-def opened(path: Path, flags: ReadFlags, draw: DrawFlags) -> Making:
+def opened(path: Path, flags: OpenFlags, options: ReadOptions | None = None) -> Making:
     """The requests of a trace, spread over their ticks where that is asked for.
 
-    Damaged rows are refused, rows without use (zero lengths, failed requests) are counted.
+    Damaged rows are refused, rows without use (zero lengths, failed requests) are counted. `options`: how to read
+    this one, where the flags do not say it all.
     """
-    trace = read_trace(path, options_of(flags, Tolerance.NORMAL, draw.seed))
-    making = Making(trace.requests, [trace])
+    trace = read_trace(path, options or options_of(flags, Tolerance.NORMAL, flags.seed))
+    making = Making(trace.requests, [trace], arrivals=trace.arrivals)
     for note in trace.notes:
         making.note(f"{path}: {note}")
     if trace.rows_dropped:
@@ -71,17 +74,19 @@ def opened(path: Path, flags: ReadFlags, draw: DrawFlags) -> Making:
         )
     if trace.arrivals != "recorded":
         making.note((NO_TIMES if trace.arrivals == "none" else FIRST_TURNS).format(path=path))
-    if draw.jitter_ticks:
+    if flags.jitter_ticks:
         making.require_times("spread")
-        making.requests = ticks_spread(trace.requests, seed=draw.seed)
-        making.note(f"{path}: arrivals are drawn uniformly within their ticks (seed {draw.seed})")
+        making.requests = ticks_spread(trace.requests, seed=flags.seed)
+        making.note(f"{path}: arrivals are drawn uniformly within their ticks (seed {flags.seed})")
     return making
 
 
 def finish(making: Making, flags: WriteFlags) -> int:
     """Writes our own format and says what was written."""
     with progress(len(making.requests)) as wrote:
-        write_trace(flags.out, making.requests, overwrite=flags.overwrite, wrote=wrote)
+        write_trace(
+            flags.out, making.requests, arrivals=making.arrivals, overwrite=flags.overwrite, wrote=wrote
+        )
     return tell(making, flags)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import floor, log10
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -13,6 +14,7 @@ from servetwin.workloads.statistics import TraceFigures
 from servetwin.workloads.statistics.arrivals import ArrivalFigures
 from servetwin.workloads.statistics.prefix_reuse import PrefixFigures
 from servetwin.workloads.statistics.sessions import SessionFigures
+from servetwin.workloads.wording import counted
 
 PLOT_WIDTH, PLOT_HEIGHT = 100, 12
 REUSE_UNKNOWN = (
@@ -23,7 +25,7 @@ REUSE_UNKNOWN = (
 
 def report(figures: TraceFigures, width: int) -> Iterator[RenderableType]:
     """Everything that `--json` says, for people; at most `width` columns."""
-    yield f"{figures.trace.path}: {figures.trace.format}"
+    yield f"{figures.trace.path}: {figures.trace.format}{_read_as(figures.trace.about)}"
     yield _rows(figures)
     for warning in figures.warnings:
         yield Text(f"warning: {warning}", style="yellow")
@@ -38,7 +40,8 @@ def report(figures: TraceFigures, width: int) -> Iterator[RenderableType]:
     else:
         yield _prefix(figures.prefix)
         sizes = " and ".join(f"{size:,}" for size in figures.prefix.block_tokens)
-        yield f"of {figures.prefix.blocks:,} blocks of {sizes} tokens in {figures.prefix.requests:,} prompts"
+        blocks, prompts = counted(figures.prefix.blocks, "block"), counted(figures.prefix.requests, "prompt")
+        yield f"of {blocks} of {sizes} tokens in {prompts}"
     if figures.sessions is not None:
         yield _sessions(figures.sessions)
 
@@ -53,7 +56,7 @@ def rate_plot(arrivals: ArrivalFigures, width: int) -> str:
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, PLOT_HEIGHT)
-    figure.title("requests/s over s")
+    figure.title(f"requests/s over s, in bins of {arrivals.bin_s:.3g} s")
     figure.draw(figure.signal(middles_s, rates).lines().fillx())
     for axis, highest in (("x", arrivals.span_s), ("y", max(rates))):
         figure.ruler(axis).lim(0, highest)
@@ -68,6 +71,13 @@ def round_ticks(highest: float) -> list[float]:
     power = 10.0 ** floor(log10(highest))
     step = next(s * power for s in (0.2, 0.5, 1.0, 2.0) if highest <= 5 * s * power)
     return [i * step for i in range(int(highest / step) + 1)]
+
+
+def _read_as(about: Mapping[str, Any]) -> str:
+    """What the file does not say itself and was assumed or told."""
+    said = {"time_unit": "times in {}", "block_size": "{} tokens per prefix id"}
+    found = [words.format(about[name]) for name, words in said.items() if name in about]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _rows(figures: TraceFigures) -> Table:
@@ -120,7 +130,9 @@ def _prefix(p: PrefixFigures) -> Table:
 
 def _sessions(s: SessionFigures) -> Table:
     table = _figures_table("Sessions")
-    table.add_row("sessions", f"{s.sessions:,} with {s.requests:,} requests")
+    table.add_row("sessions", f"{s.sessions:,} with {counted(s.requests, 'request')}")
+    if s.rate_per_s is not None:
+        table.add_row("rate (sessions / span of their starts)", f"{s.rate_per_s:,.4g} sessions/s")
     table.add_row("turns p50/p90/max", f"{s.turns.p50:g} / {s.turns.p90:g} / {s.max_turns:,}")
     think = s.think_time_s
     said = "unknown" if think is None else f"{think.p50:.3g} / {think.p90:.3g} / {think.p99:.3g} s"

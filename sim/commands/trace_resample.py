@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
-from servetwin.sim.commands.flags import whole_number
-from servetwin.sim.commands.trace_flags import (
-    DRAW,
-    READ,
-    TRACE_HELP,
-    WRITING,
-    DrawFlags,
-    ReadFlags,
-    WriteFlags,
-)
+from servetwin.sim.commands.flag_kinds import count
+from servetwin.sim.commands.trace_flags import OPEN, WRITING, OpenFlags, TracePath, WriteFlags
 
 
 def resample(
-    path: Annotated[Path, Parameter(help=TRACE_HELP)],
+    path: TracePath,
     /,
     *,
     write: WriteFlags,
-    num_prompts: Annotated[
-        int,
-        Parameter(("--num-prompts", "-n"), group=WRITING, converter=whole_number, help="Requests to draw."),
-    ],
-    read: ReadFlags = READ,
-    draw: DrawFlags = DRAW,
+    num_prompts: Annotated[int, count(WRITING, "Requests to draw.", "--num-prompts", "-n")],
+    read: OpenFlags = OPEN,
 ) -> int:
     """Draw requests of a trace with replacement (a bootstrap), each with the gap before it; sessions as a whole."""
+    from servetwin.sim.commands.flag_names import flags_named
     from servetwin.sim.commands.trace_making import finish, opened
     from servetwin.workloads.resampling import resampled
 
-    making = opened(path, read, draw)
+    making = opened(path, read)
     before = len(making.requests)
-    making.requests = resampled(making.requests, n=num_prompts, seed=draw.seed)
-    making.note(f"drawn with replacement from {before:,} requests (seed {draw.seed})")
+    with flags_named(n="--num-prompts"):
+        making.requests = resampled(making.requests, n=num_prompts, seed=read.seed)
+    making.note(f"drawn with replacement from {before:,} requests (seed {read.seed})")
     return finish(making, write)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from servetwin.sim.commands.flags import whole_number
+from servetwin.sim.commands.flag_kinds import count, flag
 from servetwin.sim.commands.trace_flags import READ, WRITING, ReadFlags, WriteFlags
 
 
@@ -20,23 +20,24 @@ def synth(
     write: WriteFlags,
     num_prompts: Annotated[
         int | None,
-        Parameter(
-            ("--num-prompts", "-n"),
-            group=WRITING,
-            converter=whole_number,
-            help="Requests to make (default: as many as the model was fitted to, a preset's own number).",
+        count(
+            WRITING,
+            "Requests to make (default: as many as the model was fitted to, a preset's own number).",
+            "--num-prompts",
+            "-n",
         ),
     ] = None,
     rate: Annotated[
         float | None,
-        Parameter(
-            group=WRITING,
-            help="Mean requests/s (of a model with sessions: sessions/s) instead of its own; time is stretched.",
+        flag(
+            WRITING,
+            "Mean requests/s (of a model with sessions: beginnings of sessions/s) instead of its own; time is "
+            "stretched. inf: all at once. What came out is told where it is another, and what makes it exact.",
         ),
     ] = None,
-    seed: Annotated[int, Parameter(group=WRITING, help="Root of everything that is drawn.")] = 0,
+    seed: Annotated[int, count(WRITING, "Root of everything that is drawn.")] = 0,
     against: Annotated[
-        Path | None, Parameter(group=WRITING, help="Compare what was made with this trace, line by line.")
+        Path | None, flag(WRITING, "Compare what was made with this trace, line by line.")
     ] = None,
     read: ReadFlags = READ,
 ) -> int:

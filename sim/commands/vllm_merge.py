@@ -7,11 +7,14 @@ from dataclasses import replace
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.vllm_args import VllmArgs, parse_vllm_args
 
-NEEDS_A_MODEL = (
-    "dtype", "load_format", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager",
-    "cudagraph_capture_sizes", "max_cudagraph_capture_size",
-)  # fmt: skip
-"""Fields that only an executor which runs a model can act on."""
+ONLY_REAL = ("load_format", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+"""Fields that only an executor which really runs a model can act on."""
+MEMORY = ("dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "enforce_eager")
+"""Fields that decide the size of the pool."""
+ONLY_MODELLED = ("kv_cache_dtype", "tensor_parallel_size")
+"""Fields that no real executor here can act on."""
+WITHOUT_EFFECT = {"constant": ONLY_REAL + MEMORY + ONLY_MODELLED, "roofline": ONLY_REAL}
+"""Built-in executor -> fields that it ignores; every other one ignores ONLY_MODELLED."""
 
 
 def merge(flags: EngineFlags, args: VllmArgs) -> EngineFlags:
@@ -23,14 +26,13 @@ def merge(flags: EngineFlags, args: VllmArgs) -> EngineFlags:
     return replace(flags, **added)
 
 
-def with_vllm_args(flags: EngineFlags, text: str, *, runs_a_model: bool) -> tuple[EngineFlags, list[str]]:
+def with_vllm_args(flags: EngineFlags, text: str, *, executor: str) -> tuple[EngineFlags, list[str]]:
     """The flags merged with a `vllm serve` command line, and what its user must be told, one line each.
 
     Raises VllmArgsError for a command line that cannot be followed.
     """
     args = parse_vllm_args(text)
-    if not runs_a_model:
-        args = args.without(*NEEDS_A_MODEL)
+    args = args.without(*WITHOUT_EFFECT.get(executor, ONLY_MODELLED))
     notes = args.warnings()
     model = args.engine.get("model")
     if flags.model is None and model is not None and not model.is_dir():

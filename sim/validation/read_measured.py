@@ -75,7 +75,10 @@ def _engine_of(config: dict[str, Any]) -> dict[str, Any]:
     names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "async_scheduling")
     found = {name: scheduler.get(name) for name in (*names, "enable_chunked_prefill")}
     found |= {name: cache.get(name) for name in ("block_size", "enable_prefix_caching")}
-    found |= {"num_gpu_blocks_override": cache.get("num_gpu_blocks"), "max_model_len": model.get("max_model_len")}
+    found |= {
+        "num_gpu_blocks_override": cache.get("num_gpu_blocks"),
+        "max_model_len": model.get("max_model_len"),
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -219,7 +222,11 @@ def _checked(requests: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Raises MeasuredRunError where a request ends before it began."""
     if requests.empty:
         raise MeasuredRunError(f"{path}: no request was completed")
-    order = (("first_token_s", "last_token_s"), ("first_scheduled_s", "first_token_s"), ("queued_s", "first_token_s"))
+    order = (
+        ("first_token_s", "last_token_s"),
+        ("first_scheduled_s", "first_token_s"),
+        ("queued_s", "first_token_s"),
+    )
     for earlier, later in order:
         wrong = requests[requests[later] < requests[earlier]]
         if len(wrong):

@@ -1,4 +1,4 @@
-"""Arrival times in figures: rate, burstiness, the course of the rate, and whether the clock was a coarse one."""
+"""Arrival times in figures: rate, burstiness, and the course of the rate."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.workloads.columns import RequestColumns
-
 Times = NDArray[np.float64]
 
 PROFILE_BINS = 100
 MIN_MINUTES = 3
 """Of a span whose busiest minute is compared with the mean one."""
 MINUTE_S = 60.0
-MIN_FOR_TICKS, MIN_FOR_IDLE = 20, 100
-"""Requests below which nothing is said about ticks, or about idle ends."""
+MIN_FOR_IDLE = 100
+"""Requests below which nothing is said about idle ends."""
 IDLE_RATE, IDLE_SPAN = 0.1, 0.1
 """An end is idle where its rate is below this part of the mean, over at least this part of the span."""
 
@@ -61,16 +59,6 @@ class ArrivalFigures:
         return idle_bins * self.bin_s if idle_bins >= IDLE_SPAN * len(counts) else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ticks:
-    """Arrivals that stand on few instants, because the clock that recorded them was coarse."""
-
-    tick_s: float
-    """Median distance of neighbouring instants."""
-    instants: int
-    requests: int
-
-
 def arrival_figures(times_s: Times) -> ArrivalFigures | None:
     """Of sorted arrival times in seconds, shape [n]; None where they have no span."""
     span_s = float(times_s[-1] - times_s[0])
@@ -91,29 +79,6 @@ def arrival_figures(times_s: Times) -> ArrivalFigures | None:
         bin_s=span_s / PROFILE_BINS,
         requests_per_bin=tuple(profile.tolist()),
     )
-
-
-def independent_times(requests: RequestColumns) -> Times:
-    """Sorted arrival times in seconds, of which requests of a session that stand at one instant have one together.
-
-    They are its later turns, sent when the turn before has ended, and say nothing of a clock.
-    """
-    times_s = requests.arrival_s
-    if not requests.has("session_id"):
-        return times_s
-    # A request without session is one of its own.
-    keys = (i if name is None else name for i, name in enumerate(requests.values("session_id")))
-    return np.sort(np.array([time for _, time in set(zip(keys, times_s.tolist(), strict=True))]))
-
-
-def find_ticks(times_s: Times) -> Ticks | None:
-    """Ticks in sorted arrival times: on average two requests or more stand at each instant. None: there are none."""
-    if len(times_s) < MIN_FOR_TICKS:
-        return None
-    instants = np.unique(times_s)
-    if len(instants) < 2 or 2 * len(instants) > len(times_s):
-        return None
-    return Ticks(tick_s=float(np.median(np.diff(instants))), instants=len(instants), requests=len(times_s))
 
 
 def _filled_bins(times_s: Times, width_s: float) -> NDArray[np.int64]:

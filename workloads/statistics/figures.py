@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from servetwin.workloads.statistics.arrivals import (
-    ArrivalFigures,
-    Ticks,
-    arrival_figures,
-    find_ticks,
-    independent_times,
-)
+from servetwin.workloads.statistics.arrivals import ArrivalFigures, arrival_figures
 from servetwin.workloads.statistics.lengths import correlation
 from servetwin.workloads.statistics.prefix_reuse import PrefixFigures, prefix_figures
 from servetwin.workloads.statistics.sessions import SessionFigures, session_figures
 from servetwin.workloads.statistics.summary import Summary
-from servetwin.workloads.statistics.warnings import arrival_warnings, length_warnings
+from servetwin.workloads.statistics.ticks import Ticks, find_crowded_ticks
+from servetwin.workloads.statistics.warnings import arrival_warnings, length_warnings, row_warnings
 from servetwin.workloads.traces.trace import Trace
 
 
@@ -79,9 +74,9 @@ class TraceFigures:
 def trace_figures(trace: Trace) -> TraceFigures:
     """Everything that is known of a trace. Time and memory grow with the rows and their prefix ids, no faster."""
     requests = trace.requests
-    times_s = requests.arrival_s
-    arrivals = None if trace.arrivals == "none" else arrival_figures(times_s)
-    ticks = None if trace.arrivals == "none" else find_ticks(independent_times(requests))
+    timed = trace.arrivals != "none"
+    arrivals = arrival_figures(requests.arrival_s) if timed else None
+    ticks = find_crowded_ticks(requests) if timed else None
     prompt, output = requests.prompt_tokens, requests.output_tokens
     return TraceFigures(
         trace=trace,
@@ -91,8 +86,9 @@ def trace_figures(trace: Trace) -> TraceFigures:
         output_tokens=Summary.of(output),
         length_correlation=correlation(prompt, output),
         prefix=prefix_figures(requests),
-        sessions=session_figures(requests),
+        sessions=session_figures(requests, timed=timed),
         warnings=(
+            *row_warnings(trace),
             *arrival_warnings(trace.arrivals, arrivals, ticks, len(requests)),
             *length_warnings("prompts", prompt),
             *length_warnings("outputs", output),

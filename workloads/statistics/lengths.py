@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
+Numbers = NDArray[np.int64] | NDArray[np.float64]
 
 CAP_BAND = 0.0003
 """Lengths within this part of the largest are at the cap, too: Azure's code service cut at 7,435 to 7,437."""
@@ -34,7 +35,7 @@ class UsualLength:
     requests: int
 
 
-def correlation(prompt_tokens: Tokens, output_tokens: Tokens) -> float | None:
+def correlation(prompt_tokens: Numbers, output_tokens: Numbers) -> float | None:
     """Pearson's coefficient; None where either is constant."""
     if np.ptp(prompt_tokens) == 0 or np.ptp(output_tokens) == 0:
         return None

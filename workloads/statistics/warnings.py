@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from servetwin.workloads.statistics.arrivals import ArrivalFigures, Ticks
+from servetwin.workloads.statistics.arrivals import ArrivalFigures
 from servetwin.workloads.statistics.lengths import Tokens, find_cap, find_usual
-from servetwin.workloads.traces.trace import ArrivalTimes
+from servetwin.workloads.statistics.ticks import Ticks
+from servetwin.workloads.traces.trace import ArrivalTimes, Trace
+from servetwin.workloads.wording import counted
+
+MANY_DROPPED = 0.1
+"""Of the rows: from so many dropped ones on, what is left may not be like the whole."""
+
+
+def row_warnings(trace: Trace) -> Iterator[str]:
+    """About rows that could not be used."""
+    dropped = sum(count for reason, count in trace.rows_dropped.items() if reason not in trace.unwanted)
+    if dropped > MANY_DROPPED * trace.rows_read:
+        yield (
+            f"{dropped:,} of {counted(trace.rows_read, 'row')} dropped ({100 * dropped / trace.rows_read:.0f} %): "
+            "rate, lengths and reuse are of the rest"
+        )
 
 
 def arrival_warnings(
@@ -22,11 +37,16 @@ def arrival_warnings(
             "only first turns have arrival times: later turns stand at the start of their session and are sent when "
             "the turn before has ended, so rate, gaps and dispersion here count them all at that start"
         )
+    yield from replay_warnings(arrivals, ticks)
+
+
+def replay_warnings(arrivals: ArrivalFigures | None, ticks: Ticks | None) -> Iterator[str]:
+    """About what a replay of the recorded times shows that is not the service's doing."""
     if ticks is not None:
         yield (
             f"arrivals are quantised: {ticks.requests:,} requests stand at {ticks.instants:,} instants, "
-            f"{ticks.tick_s:.6g} s apart (median), {ticks.requests / ticks.instants:.1f} at each; gap CV, dispersion "
-            "and peaks of the queue are artefacts of that: --jitter-ticks spreads them"
+            f"{ticks.tick_s:.6g} s apart, {ticks.requests / ticks.instants:.1f} at each; gap CV, dispersion "
+            "and peaks of the queue are artefacts of that: trace convert --jitter-ticks spreads them"
         )
     if arrivals is not None:
         yield from _idle_warnings(arrivals)
@@ -67,4 +87,4 @@ def length_warnings(what: str, tokens: Tokens) -> Iterator[str]:
             f"one length is common: {100 * usual.requests / total:.1f} % of {what} have {usual.tokens:,} tokens"
         )
     if what == "outputs" and (ones := int((tokens == 1).sum())):
-        yield f"{ones:,} outputs have one token: such requests have no time per output token (TPOT)"
+        yield f"{counted(ones, 'output')} of one token: such requests have no time per output token (TPOT)"

@@ -1,8 +1,8 @@
 """AIBrix workloads: JSON lines with a timestamp in milliseconds and the list of requests to be sent then.
 
-A row is a request. Keys come in two spellings, `prompt_length` and `Prompt Length`. A request that does not say how
-long its answer is gets `output_tokens`, or is dropped. With a tokenizer, prompts are counted by their text where it
-is there. Source: vllm-project/aibrix, benchmarks/generator.
+Requests are counted as rows; the number of a row is that of its line. Keys come in two spellings, `prompt_length` and
+`Prompt Length`. A request that does not say how long its answer is gets `output_tokens`, or is dropped. With a
+tokenizer, prompts are counted by their text where it is there. Source: vllm-project/aibrix, benchmarks/generator.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections import Counter
 from typing import Any
 
 from servetwin.workloads.traces.json_rows import numbered_lines
-from servetwin.workloads.traces.nested import NO_REQUESTS, NestedRows, each_holder, fields_of, list_of
+from servetwin.workloads.traces.nested import NO_REQUESTS, each_holder, fields_of, list_of
+from servetwin.workloads.traces.output_lengths import OutputLengths
+from servetwin.workloads.traces.request_ids import id_in_row
 from servetwin.workloads.traces.source import Head
-from servetwin.workloads.traces.texts import NO_OUTPUT_LENGTH, text_of, tokenizer
+from servetwin.workloads.traces.texts import text_of, tokenizer
 from servetwin.workloads.traces.trace import Reading, TraceFormat
-from servetwin.workloads.traces.values import Fields, Useless
+from servetwin.workloads.traces.values import Fields
 
 KEYS = frozenset({"timestamp", "requests"})
 PROMPT_TEXT = ("prompt", "Prompt")
@@ -26,22 +28,24 @@ SESSION = ("session_id", "Session ID")
 
 def _read(reading: Reading) -> None:
     unit = reading.options.time_unit or "ms"
-    rows = NestedRows(reading.rows)
+    rows = reading.rows
     turns: Counter[str] = Counter()
+    outputs = OutputLengths(reading, *OUTPUT)
 
     def read(line: int, fields: Fields) -> None:
         arrival_ns = fields.time_ns("timestamp", unit=unit)
         entries = list_of(fields, "requests")
         if not entries:
             rows.skip(line, NO_REQUESTS)
-        for entry in entries:
-            with rows.row(line) as row:
+        for place, entry in enumerate(entries, start=1):
+            with rows.row(line):
                 request = fields_of("requests", entry)
                 session = request.text_or_none(*SESSION)
-                reading.rows.add(
-                    row,
+                rows.add(
+                    line,
+                    request_id=id_in_row(line, place),
                     arrival_ns=arrival_ns,
-                    output_tokens=_output_tokens(reading, request),
+                    output_tokens=outputs.of(request),
                     session_id=session,
                     turn=None if session is None else turns[session],
                     **_prompt(reading, request),
@@ -50,6 +54,7 @@ def _read(reading: Reading) -> None:
                     turns[session] += 1
 
     each_holder(numbered_lines(reading.source), rows, read)
+    outputs.check()
     reading.about["time_unit"] = unit
 
 
@@ -58,14 +63,6 @@ def _prompt(reading: Reading, request: Fields) -> dict[str, Any]:
         tokens = tokenizer(reading)(text_of(request, *PROMPT_TEXT))
         return {"prompt_tokens": len(tokens), "prompt_token_ids": tokens}
     return {"prompt_tokens": request.count(*PROMPT)}
-
-
-def _output_tokens(reading: Reading, request: Fields) -> int:
-    if request.has(*OUTPUT):
-        return request.count(*OUTPUT)
-    if reading.options.output_tokens is None:
-        raise Useless(NO_OUTPUT_LENGTH)
-    return reading.options.output_tokens
 
 
 def _matches(head: Head) -> bool:

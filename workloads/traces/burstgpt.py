@@ -17,6 +17,7 @@ from servetwin.workloads.spec import WorkloadError
 from servetwin.workloads.traces.csv_kinds import optional
 from servetwin.workloads.traces.csv_rows import COUNT, TEXT, Column, CsvColumns, each_batch, time_in
 from servetwin.workloads.traces.csv_whole import gathered, selected, turns_of
+from servetwin.workloads.traces.models import MODELS_SHOWN, OTHER_MODEL
 from servetwin.workloads.traces.source import Head
 from servetwin.workloads.traces.trace import Reading, TraceFormat
 from servetwin.workloads.traces.values import shown
@@ -24,8 +25,7 @@ from servetwin.workloads.traces.values import shown
 ARRIVAL, MODEL, PROMPT, OUTPUT = "Timestamp", "Model", "Request tokens", "Response tokens"
 SESSION, ELAPSED = "Session ID", "Elapsed time"
 NUMBERS = (ARRIVAL, PROMPT, OUTPUT)
-FAILED, OTHER_MODEL = "failed request", "other model"
-MODELS_SHOWN = 20
+FAILED = "failed request"
 LOCAL_TIME = "times count from a midnight in a time zone that is not said: only their differences are used"
 
 
@@ -60,7 +60,9 @@ def _of_model(
         names = batch.list(MODEL)
         found |= dict.fromkeys(names)
         mine = np.array([name == model for name in names], dtype=np.bool_)
-        reading.rows.not_asked_for(int((~mine).sum()), OTHER_MODEL)
+        others = batch.numbers[~mine].tolist()
+        reading.rows.read += len(others)
+        reading.rows.not_asked_for(others, OTHER_MODEL)
         yield selected(batch, mine, arrays=NUMBERS, lists=lists)
     if model not in found:
         others = ", ".join(shown(name) for name in list(found)[:MODELS_SHOWN])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Literal
 
 from servetwin.workloads.columns import RequestColumns
-from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.spec import ArgumentError, WorkloadError
 from servetwin.workloads.traces import (
     aibrix,
     azure,
@@ -30,9 +32,10 @@ from servetwin.workloads.traces import (
     vllm_bench,
     weka,
 )
+from servetwin.workloads.traces.doubts import doubts
 from servetwin.workloads.traces.options import ReadOptions
 from servetwin.workloads.traces.rows import Rows
-from servetwin.workloads.traces.source import Source
+from servetwin.workloads.traces.source import Source, naming
 from servetwin.workloads.traces.trace import Reading, Trace, TraceFormat
 
 FORMATS: tuple[TraceFormat, ...] = (
@@ -74,6 +77,8 @@ FLAGS = {
     "window_s": "--window",
 }
 """Names of the options on a command line."""
+MODEL_FORMAT: Literal["servetwin workload model"] = "servetwin workload model"
+"""What the file of a fitted model says under `format`; it is no trace."""
 _ALWAYS_USED = frozenset({"format", "tolerance", "seed"})
 """The seed is that of a whole run, which has other uses for it."""
 
@@ -86,12 +91,17 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
     """
     options = options or ReadOptions()
     source = Source(path)
+    with naming(source.path):
+        return _read(source, options)
+
+
+def _read(source: Source, options: ReadOptions) -> Trace:
     format_ = _format_of(source, options)
     _check_options(source, format_, options)
     reading = Reading(source, options, Rows(source.path, options.tolerance))
     format_.read(reading)
     rows = reading.rows
-    requests = rows.requests()
+    requests = reading.afterwards(rows.requests())
     if reading.arrivals == "recorded":
         _check_rate(reading, requests)
     else:
@@ -103,9 +113,10 @@ def read_trace(path: str | Path, options: ReadOptions | None = None) -> Trace:
         rows_read=rows.read,
         rows_dropped=dict(rows.dropped),
         offences=tuple(rows.offences),
+        unwanted=frozenset(reading.rows.unwanted),
         arrivals=reading.arrivals,
         about=reading.about,
-        notes=tuple(reading.notes),
+        notes=(*reading.notes, *doubts(requests)),
     )
 
 
@@ -116,7 +127,11 @@ def known_formats() -> str:
 
 def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
     if options.format is not None:
-        return _named(options.format)
+        return named_format(options.format)
+    if re.match(rf'\{{[^{{]*"format"\s*:\s*"{MODEL_FORMAT}"', source.head.text):
+        raise WorkloadError(
+            f"{source.path}: is a fitted model, no trace: `servetwin trace synth` makes a trace of it"
+        )
     found = [f for f in FORMATS if f.matches(source.head)]
     if not found and options.columns:
         # Whoever maps columns has said that it is none of the others.
@@ -137,21 +152,34 @@ def _format_of(source: Source, options: ReadOptions) -> TraceFormat:
     raise WorkloadError(f"{source.path}: {begins} no known format ({known_formats()}); {hint}")
 
 
-def _named(name: str) -> TraceFormat:
+def named_format(name: str) -> TraceFormat:
+    """The format of this name. Raises ArgumentError where there is none."""
     for format_ in FORMATS:
         if format_.name == name:
             return format_
-    raise WorkloadError(f"format {name!r}: must be one of {known_formats()}")
+    raise ArgumentError("format", f"{name!r}: must be one of {known_formats()}")
 
 
 def _check_options(source: Source, format_: TraceFormat, options: ReadOptions) -> None:
     """An option that the format has no use for would be ignored silently."""
-    for option in fields(ReadOptions):
-        value = getattr(options, option.name)
-        if option.name in _ALWAYS_USED | format_.uses or value == getattr(_DEFAULTS, option.name):
-            continue
-        flag = FLAGS.get(option.name, option.name)
-        raise WorkloadError(f"{source.path}: {option.name} ({flag}) has no use for the format {format_.name}")
+    for name in _useless(format_, options):
+        raise WorkloadError(
+            f"{source.path}: {name} ({FLAGS.get(name, name)}) has no use for the format {format_.name}"
+        )
+
+
+def _useless(format_: TraceFormat, options: ReadOptions) -> list[str]:
+    given = (f.name for f in fields(options) if getattr(options, f.name) != getattr(_DEFAULTS, f.name))
+    return [name for name in given if name not in _ALWAYS_USED | format_.uses]
+
+
+def usable_options(path: str | Path, options: ReadOptions) -> tuple[ReadOptions, list[str]]:
+    """`options` without those that the format of this file has no use for, and the names of these.
+
+    For options that are given for several files at once.
+    """
+    left_out = _useless(_format_of(Source(path), options), options)
+    return replace(options, **{name: getattr(_DEFAULTS, name) for name in left_out}), left_out
 
 
 _DEFAULTS = ReadOptions()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import orjson
-
 from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.traces.json_stream import JsonStream
+from servetwin.workloads.traces.json_text import parse_json
 from servetwin.workloads.traces.rows import Rows
 from servetwin.workloads.traces.source import Source
-from servetwin.workloads.traces.values import Damage, Fields, shown
+from servetwin.workloads.traces.values import Damage, Fields
 
 
 def numbered_lines(source: Source) -> Iterator[tuple[int, str]]:
@@ -21,8 +22,8 @@ def numbered_lines(source: Source) -> Iterator[tuple[int, str]]:
 def parse_object(line: str) -> dict[str, Any]:
     """The JSON object that a line is. Raises Damage."""
     try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as e:
+        value = parse_json(line)
+    except json.JSONDecodeError as e:
         raise Damage("row", line.strip(), f"JSON ({e})") from e
     if not isinstance(value, dict):
         raise Damage("row", value, "a JSON object")
@@ -39,14 +40,18 @@ def each_object(source: Source, rows: Rows, read: Callable[[int, Fields], None])
 def parse_document(source: Source) -> Any:
     """The one JSON value that the file is."""
     try:
-        return orjson.loads(source.document())
-    except orjson.JSONDecodeError as e:
+        return parse_json(source.document())
+    except json.JSONDecodeError as e:
         raise WorkloadError(f"{source.path}: is not JSON: {e}") from e
 
 
-def document_rows(source: Source) -> list[Any]:
-    """The elements of the JSON list that the file is."""
-    value = parse_document(source)
-    if not isinstance(value, list):
-        raise WorkloadError(f"{source.path}: {shown(value)}: must be a JSON list")
-    return value
+def document_rows(source: Source) -> Iterator[Any]:
+    """The elements of the JSON list that the file is, one after another."""
+    stream = JsonStream(source)
+    if stream.peek() != "[":
+        raise WorkloadError(f"{source.path}: begins with {stream.peek()!r}: must be a JSON list")
+    try:
+        yield from stream.elements()
+        stream.end()
+    except Damage as e:
+        raise WorkloadError(f"{source.path}: is not JSON: {e}") from e

@@ -1,6 +1,8 @@
 """Our own trace format, one JSON object a line: every field of a RequestSpec but its source row.
 
-Written and read back without loss. Times stand as written: the file has its own time 0. Fields that hold
+Written and read back without loss. Times stand as written: the file has its own time 0. A trace that has no times of
+arrival has none in the file: no row has `arrival_s`, or, where only first turns have times, no later turn of a session
+that stands at its start. Fields that hold
 their default may be left out, or null; unknown fields are refused, since they would be ignored silently, and so
 are fields given twice.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from servetwin.workloads.checks import is_int
 from servetwin.workloads.spec import RequestSpec
 from servetwin.workloads.traces.json_rows import numbered_lines, parse_object
-from servetwin.workloads.traces.trace import Reading, TraceFormat
+from servetwin.workloads.traces.trace import ArrivalTimes, Reading, TraceFormat
 from servetwin.workloads.traces.values import Damage
 from servetwin.workloads.traces.writing import write_json_lines
 
@@ -98,17 +100,69 @@ def write_jsonl(path: str | Path, specs: Iterable[RequestSpec]) -> None:
     write_json_lines(Path(path), map(to_jsonl, specs))
 
 
+def jsonl_rows(specs: Iterable[RequestSpec], arrivals: ArrivalTimes) -> Iterator[dict[str, Any]]:
+    """The rows of requests in order of arrival; where `arrivals` says that a time is none, it is left out."""
+    start_s: dict[str, float] = {}
+    for spec in specs:
+        row = to_jsonl(spec)
+        waits = spec.session_id is not None and start_s.get(spec.session_id) == spec.arrival_s
+        if arrivals == "none" or (arrivals == "first turns" and waits):
+            del row["arrival_s"]
+        if spec.session_id is not None:
+            start_s.setdefault(spec.session_id, spec.arrival_s)
+        yield row
+
+
 def _read(reading: Reading) -> None:
     first_row_of: dict[str, int] = {}
+    times = _Times()
     for number, line in numbered_lines(reading.source):
         with reading.rows.row(number):
             row = parse_object(line)
-            spec = request_of(number, row)
+            spec = request_of(number, times.completed(row))
             _check_given_once(line, row)
             before = first_row_of.setdefault(spec.request_id, number)
             if before != number:
                 raise Damage("request_id", spec.request_id, f"unique; row {before} has it too")
             reading.rows.add_request(spec)
+            times.emitted(spec, timed=row.get("arrival_s") is not None)
+    reading.arrivals = times.arrivals
+
+
+class _Times:
+    """Which requests of a file have times of their own."""
+
+    def __init__(self) -> None:
+        self._timed: bool | None = None
+        """Whether the first request has; None: there was none."""
+        self._waiting = False
+        """Whether a later turn has not."""
+        self._start_s: dict[str, float] = {}
+
+    def completed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with its arrival, which may be left out in all rows or in later turns. Raises Damage."""
+        arrival_s, session = row.get("arrival_s"), row.get("session_id")
+        if arrival_s is None and not self._timed:
+            return row | {"arrival_s": 0.0}
+        if arrival_s is None and str(session) in self._start_s:
+            return row | {"arrival_s": self._start_s[str(session)]}
+        if arrival_s is not None and self._timed is False:
+            raise Damage("arrival_s", arrival_s, "left out, as in the rows before")
+        return row
+
+    def emitted(self, spec: RequestSpec, *, timed: bool) -> None:
+        """This request was not dropped; `timed`: its row says when it is sent."""
+        if self._timed is None:
+            self._timed = timed
+        self._waiting |= self._timed and not timed
+        if spec.session_id is not None:
+            self._start_s.setdefault(spec.session_id, spec.arrival_s)
+
+    @property
+    def arrivals(self) -> ArrivalTimes:
+        if self._timed is False:
+            return "none"
+        return "first turns" if self._waiting else "recorded"
 
 
 def request_of(number: int, row: dict[str, Any]) -> RequestSpec:
@@ -150,11 +204,6 @@ def _check_tokens(values: dict[str, Any]) -> None:
         values.setdefault("prompt_tokens", len(values["prompt_token_ids"]))
     if "prompt_tokens" not in values:
         raise Damage("prompt_tokens", None, "given, or prompt_token_ids in its place")
-    answer = values.get("output_token_ids", ())
-    if len(answer) > values["output_tokens"]:
-        raise Damage(
-            "output_token_ids", f"{len(answer)} ids", f"at most output_tokens ({values['output_tokens']}) ids"
-        )
 
 
 FORMAT = TraceFormat(

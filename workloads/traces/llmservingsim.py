@@ -2,9 +2,10 @@
 
 Flat: a request a line, at `arrival_time_ns`, optionally with `input_tok_ids`, `output_tok_ids`, or `hash_ids` for
 blocks of 16 tokens. Agentic: a session a line, whose `sub_requests` are whole prompts that follow one another;
-`tool_duration_ns` is the pause between the end of a request and the next one. Both may stand in one file. A row is
-a request. Measured runs (a folder with `requests.jsonl` and `meta.json`, or that file) say when a request came in
-`arrival_time`, seconds since 1970; their other times are of another clock and are not read.
+`tool_duration_ns` is the pause between the end of a request and the next one. Both may stand in one file. Requests
+are counted as rows; the number of a row is that of its line. Measured runs (a folder with `requests.jsonl` and
+`meta.json`, or that file) say when a request came in `arrival_time`, seconds since 1970; their other times are of
+another clock and are not read.
 Source: casys-kaist/LLMServingSim.
 """
 
@@ -15,8 +16,8 @@ from typing import Any
 
 from servetwin.workloads.traces.json_rows import numbered_lines
 from servetwin.workloads.traces.mooncake import check_ids
-from servetwin.workloads.traces.nested import NO_REQUESTS, NestedRows, each_holder, fields_of, list_of
-from servetwin.workloads.traces.request_ids import RequestIds
+from servetwin.workloads.traces.nested import NO_REQUESTS, each_holder, fields_of, list_of
+from servetwin.workloads.traces.request_ids import RequestIds, id_in_row
 from servetwin.workloads.traces.source import Head, Source
 from servetwin.workloads.traces.trace import Reading, TraceFormat
 from servetwin.workloads.traces.values import Damage, Fields
@@ -31,14 +32,13 @@ def _read(reading: Reading) -> None:
     if source.file.is_dir():
         source = Source(source.file / REQUESTS)
     lines = _Lines(reading)
-    each_holder(numbered_lines(source), lines.rows, lines.read)
+    each_holder(numbered_lines(source), reading.rows, lines.read)
 
 
 class _Lines:
     """Reads the lines of one file."""
 
     def __init__(self, reading: Reading) -> None:
-        self.rows = NestedRows(reading.rows)
         self._reading = reading
         self._ids = RequestIds()
         self._sessions: set[str] = set()
@@ -47,8 +47,8 @@ class _Lines:
         if fields.has("sub_requests"):
             self._read_session(line, fields)
         else:
-            with self.rows.row(line) as row:
-                self._add(row, fields, arrival_ns=_arrival_ns(fields))
+            with self._reading.rows.row(line):
+                self._add(line, 1, fields, arrival_ns=_arrival_ns(fields))
 
     def _read_session(self, line: int, fields: Fields) -> None:
         session = fields.text("session_id")
@@ -58,10 +58,10 @@ class _Lines:
         arrival_ns = _arrival_ns(fields)
         entries = list_of(fields, "sub_requests")
         if not entries:
-            self.rows.skip(line, NO_REQUESTS)
+            self._reading.rows.skip(line, NO_REQUESTS)
         turn, pause_ns = 0, 0
-        for entry in entries:
-            with self.rows.row(line) as row:
+        for place, entry in enumerate(entries, start=1):
+            with self._reading.rows.row(line):
                 request = fields_of("sub_requests", entry)
                 tool_ns = (
                     request.time_ns("tool_duration_ns", unit="ns") if request.has("tool_duration_ns") else 0
@@ -74,17 +74,18 @@ class _Lines:
                 }
                 # What was waited for behind a request that is dropped is waited for all the same.
                 pause_ns += tool_ns
-                self._add(row, request, **columns)
+                self._add(line, place, request, **columns)
                 turn, pause_ns = turn + 1, tool_ns
         if turn > 1:
             self._reading.arrivals = "first turns"
 
-    def _add(self, row: int, request: Fields, **columns: Any) -> None:
+    def _add(self, row: int, place: int, request: Fields, **columns: Any) -> None:
         prompt, output = request.count("input_toks"), request.count("output_toks")
         if prompt and output:
             columns |= self._identity(request, prompt)
             columns["output_token_ids"] = _token_ids(request, "output_tok_ids", "output_toks", output)
-            columns["request_id"] = self._ids.take(request.text_or_none("request_id"), row)
+            given = request.text_or_none("request_id")
+            columns["request_id"] = self._ids.take(given or id_in_row(row, place), row)
         self._reading.rows.add(row, prompt_tokens=prompt, output_tokens=output, **columns)
 
     def _identity(self, request: Fields, prompt: int) -> dict[str, Any]:

@@ -20,8 +20,8 @@ class Models:
         if self._wanted is not None:
             reading.about["model"] = self._wanted
 
-    def wants(self, row: Fields) -> bool:
-        """Whether this row, which is being read, is of that model. Raises Damage for a name that is none."""
+    def wants(self, number: int, row: Fields) -> bool:
+        """Whether row `number`, which is being read, is of that model. Raises Damage for a name that is none."""
         if self._wanted is None:
             return True
         model = row.text_or_none("model")
@@ -29,7 +29,7 @@ class Models:
             self._found.setdefault(model)
         if model == self._wanted:
             return True
-        self._reading.rows.dropped[OTHER_MODEL] += 1
+        self._reading.rows.not_asked_for([number], OTHER_MODEL)
         return False
 
     def check(self) -> None:

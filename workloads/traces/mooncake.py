@@ -26,7 +26,9 @@ from servetwin.workloads.traces.values import Damage, Fields
 BLOCK_TOKENS = 512
 KEYS = frozenset({"input_length", "output_length"})
 TIMES = frozenset({"timestamp", "session_id", "delay"})
-"""One of them at least stands beside the lengths."""
+"""One of them at least stands beside the lengths, but in files without times."""
+UNTIMED = KEYS | {"hash_ids"}
+"""All that a row of a file without times has."""
 OTHERS = frozenset({"chat_id", "parent_chat_id", "timestamp_us"})
 """Fields of formats that share those above."""
 UNHEEDED = frozenset({"wait_for", "branches", "prefix_reset"})
@@ -47,6 +49,7 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
     context: dict[str, int] = {}  # session -> tokens of its last prompt and answer
     """Session -> tokens of its last prompt and answer, where rows are deltas."""
     fractions = False
+    unheeded: Counter[str] = Counter()
 
     def read(number: int, row: Fields) -> None:
         nonlocal fractions
@@ -71,6 +74,7 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
         )
         sessions.emitted(columns)
         fractions |= isinstance(row.row.get("timestamp"), float)
+        unheeded.update(name for name in UNHEEDED if row.row.get(name))
         if session is not None:
             context[session] = prompt + output
 
@@ -81,10 +85,9 @@ def _read(reading: Reading, *, deltas: bool = False) -> None:
         )
     reading.arrivals = sessions.arrivals
     reading.about |= {"time_unit": unit, "block_size": block}
-    if unheeded := UNHEEDED & reading.source.head.keys:
-        reading.notes.append(
-            f"{', '.join(sorted(unheeded))}: not followed; requests are sent at their own times"
-        )
+    if unheeded:
+        counted = ", ".join(f"{name} of {unheeded[name]:,} rows" for name in sorted(unheeded))
+        reading.notes.append(f"{counted}: not followed; these requests are sent at their own times")
 
 
 @dataclass
@@ -144,7 +147,9 @@ def check_ids(ids: list[int], prompt_tokens: int, block: int, *, partial_has_id:
 
 
 def _matches(head: Head) -> bool:
-    return head.keys >= KEYS and not TIMES.isdisjoint(head.keys) and OTHERS.isdisjoint(head.keys)
+    if not head.keys >= KEYS or not OTHERS.isdisjoint(head.keys):
+        return False
+    return not TIMES.isdisjoint(head.keys) or head.keys <= UNTIMED
 
 
 FORMAT = TraceFormat(

@@ -1,7 +1,7 @@
-"""Files in which one line, or one JSON document, holds several requests: every request is a row.
+"""Files in which one line, or one JSON document, holds several requests.
 
-Rows are numbered through the whole file. A line from which no request can be read is one row. Messages name the line
-too, since that is what an editor finds.
+Every request is counted as a row. Where a line holds them, its number is theirs: that is what a person finds in the
+file. Where a document of many lines does, they are numbered through the whole file.
 """
 
 from __future__ import annotations
@@ -20,43 +20,46 @@ NO_REQUESTS = "no requests"
 
 
 class NestedRows:
-    """Gives requests their row numbers as they come."""
+    """Gives requests of documents their row numbers as they come, through the whole file; messages name both.
 
-    def __init__(self, rows: Rows, line: str = "line") -> None:
-        """`line`: what holds the requests, for messages."""
+    A document from which no request can be read is one row.
+    """
+
+    def __init__(self, rows: Rows, document: str) -> None:
+        """`document`: what holds the requests, for messages."""
         self._rows = rows
-        self._line = line
+        self._document = document
         self._number = 0
 
     @contextmanager
-    def row(self, line: int) -> Iterator[int]:
-        """Reading of the next request, of this line; gives its row number. Otherwise as `Rows.row`."""
+    def row(self, document: int) -> Iterator[int]:
+        """Reading of the next request, of this document; gives its row number. Otherwise as `Rows.row`."""
         self._number += 1
         with self._rows.row(self._number):
             try:
                 yield self._number
             except Damage as e:
-                raise _DamageOnLine(f"{self._line} {line}", e) from e
+                raise _DamageInDocument(f"{self._document} {document}", e) from e
 
-    def damaged(self, line: int, damage: Damage) -> None:
-        """A line that no request can be read from."""
-        with self.row(line):
+    def damaged(self, document: int, damage: Damage) -> None:
+        """A document that no request can be read from."""
+        with self.row(document):
             raise damage
 
-    def skip(self, line: int, reason: str) -> None:
-        """A line without requests."""
+    def skip(self, document: int, reason: str) -> None:
+        """A document without requests."""
         self._number += 1
         self._rows.skip(self._number, reason)
 
 
-class _DamageOnLine(Damage):
-    def __init__(self, line: str, damage: Damage) -> None:
-        Exception.__init__(self, f"{line}: {damage}")
+class _DamageInDocument(Damage):
+    def __init__(self, document: str, damage: Damage) -> None:
+        Exception.__init__(self, f"{document}: {damage}")
         self.field = damage.field
 
 
 def each_holder(
-    texts: Iterable[tuple[int, str]], rows: NestedRows, read: Callable[[int, Fields], None]
+    texts: Iterable[tuple[int, str]], rows: Rows | NestedRows, read: Callable[[int, Fields], None]
 ) -> None:
     """Calls `read` with the number and the fields of each JSON object among `texts`.
 

@@ -11,10 +11,10 @@ from servetwin.workloads.traces.json_rows import each_object
 from servetwin.workloads.traces.models import Models
 from servetwin.workloads.traces.nested import fields_of
 from servetwin.workloads.traces.options import Tokenize
+from servetwin.workloads.traces.output_lengths import OutputLengths
 from servetwin.workloads.traces.request_ids import RequestIds
 from servetwin.workloads.traces.source import Head
 from servetwin.workloads.traces.texts import (
-    NO_OUTPUT_LENGTH,
     is_token_list,
     message_text,
     text_of,
@@ -34,13 +34,14 @@ def _read(reading: Reading) -> None:
     tokenize = tokenizer(reading)
     ids = RequestIds()
     models = Models(reading)
+    outputs = OutputLengths(reading, *MAX_TOKENS)
 
     def read(number: int, row: Fields) -> None:
         custom_id = row.text("custom_id")
         if row.has("url") and not row.text("url").endswith(URLS):
             raise Useless(OTHER_URL)
         body = fields_of("body", row.get("body")[1])
-        if not models.wants(body):
+        if not models.wants(number, body):
             return
         if body.has("n") and body.count("n", at_least=1) != 1:
             raise Damage("n", body.row["n"], "1: several answers to one prompt are not modelled")
@@ -51,11 +52,12 @@ def _read(reading: Reading) -> None:
             request_id=ids.take(custom_id, number),
             prompt_tokens=len(prompt),
             prompt_token_ids=prompt,
-            output_tokens=_output_tokens(reading, body),
+            output_tokens=outputs.of(body),
         )
 
     each_object(reading.source, reading.rows, read)
     models.check()
+    outputs.check()
     reading.arrivals = "none"
     reading.notes.append("the tokens that a chat template adds to a prompt are not counted")
 
@@ -67,14 +69,6 @@ def _prompt(body: Fields, tokenize: Tokenize) -> list[int]:
     if is_token_list(prompt):
         return body.token_ids(name)
     return tokenize(text_of(body, name))
-
-
-def _output_tokens(reading: Reading, body: Fields) -> int:
-    if body.has(*MAX_TOKENS):
-        return body.count(*MAX_TOKENS)
-    if reading.options.output_tokens is None:
-        raise Useless(NO_OUTPUT_LENGTH)
-    return reading.options.output_tokens
 
 
 def _matches(head: Head) -> bool:

@@ -9,7 +9,7 @@ from enum import IntEnum
 from typing import Literal
 
 from servetwin.workloads.checks import check_count, check_seed
-from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.spec import ArgumentError
 
 TimeUnit = Literal["s", "ms", "us", "ns"]
 NS_PER: Mapping[TimeUnit, int] = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
@@ -53,17 +53,17 @@ class ReadOptions:
     tolerance: Tolerance = Tolerance.NORMAL
 
     def __post_init__(self) -> None:
-        """Raises WorkloadError for a value that no format could use."""
+        """Raises ArgumentError for a value that no format could use."""
         # The field is in seconds; what is mapped onto it need not be.
         renamed = {"arrival": "arrival_s", "think_time": "think_time_s"}
         object.__setattr__(self, "columns", {renamed.get(k, k): v for k, v in self.columns.items()})
         if self.time_unit is not None and self.time_unit not in NS_PER:
-            raise WorkloadError(f"time_unit {self.time_unit!r}: must be one of {', '.join(NS_PER)}")
+            raise ArgumentError("time_unit", f"{self.time_unit!r}: must be one of {', '.join(NS_PER)}")
         for name in ("block_size", "output_tokens"):
             if (value := getattr(self, name)) is not None:
                 check_count(name, value)
         check_seed(self.seed)
         if self.window_s is not None and not 0 <= self.window_s[0] < self.window_s[1] < math.inf:
-            raise WorkloadError(
-                f"window_s {self.window_s!r}: must be two finite times, the second after the first"
+            raise ArgumentError(
+                "window_s", f"{self.window_s!r}: must be two finite times, the second after the first"
             )

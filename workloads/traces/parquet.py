@@ -1,7 +1,8 @@
 """Our own trace format as a table: the fields of a RequestSpec, its source row excepted, as columns of a Parquet file.
 
 What a value may be is what it may be in our JSONL; a column that is absent, or null, holds the default. Prefix ids
-beyond 64 bits stand as texts, so every RequestSpec is read back as it was.
+beyond 64 bits stand as texts, so every RequestSpec is read back as it was. The schema's metadata says which requests
+have times of arrival of their own, where not all of them have.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from servetwin.workloads.columns import RequestColumns
 from servetwin.workloads.spec import WorkloadError
 from servetwin.workloads.traces.jsonl import FIELDS, REQUIRED, request_of
-from servetwin.workloads.traces.trace import Reading, TraceFormat
+from servetwin.workloads.traces.trace import ArrivalTimes, Reading, TraceFormat
 from servetwin.workloads.traces.values import Damage
 
 if TYPE_CHECKING:
@@ -26,12 +27,20 @@ MAX_ID_CHARACTERS = 4000
 """Of a prefix id written as a text."""
 
 
-def write_parquet(path: Path, requests: RequestColumns, wrote: Callable[[int], None]) -> None:
+ARRIVALS = b"servetwin.arrivals"
+"""Key of the metadata."""
+
+
+def write_parquet(
+    path: Path, requests: RequestColumns, wrote: Callable[[int], None], arrivals: ArrivalTimes = "recorded"
+) -> None:
     """Writes requests in the order given; `wrote` is told how many more are written. The file grows under `path`."""
     import pyarrow.parquet as pq
 
     table = requests.with_column("request_id", requests.values("request_id")).table
     table = table.select([name for name in table.column_names if name in FIELDS])
+    if arrivals != "recorded":
+        table = table.replace_schema_metadata({ARRIVALS: arrivals})
     with pq.ParquetWriter(path, table.schema, compression="zstd") as writer:
         for start in range(0, len(table), ROW_GROUP_ROWS):
             part = table.slice(start, ROW_GROUP_ROWS)
@@ -46,6 +55,7 @@ def _read(reading: Reading) -> None:
     first_row_of: dict[str, int] = {}
     with _damage_told(path), pq.ParquetFile(reading.source.file) as file:
         _check_schema(path, file.schema_arrow)
+        reading.arrivals = _arrivals(path, file.schema_arrow)
         number = 0
         for batch in file.iter_batches(BATCH_ROWS, use_threads=False):
             for row in batch.to_pylist():
@@ -55,6 +65,10 @@ def _read(reading: Reading) -> None:
                     before = first_row_of.setdefault(spec.request_id, number)
                     if before != number:
                         raise Damage("request_id", spec.request_id, f"unique; row {before} has it too")
+                    if reading.arrivals == "none" and spec.arrival_s:
+                        raise Damage(
+                            "arrival_s", spec.arrival_s, "0 in a file that says it has no arrival times"
+                        )
                     rows.add_request(spec)
 
 
@@ -82,6 +96,16 @@ def _check_schema(path: str, schema: pa.Schema) -> None:
     for name in REQUIRED:
         if name not in names:
             raise WorkloadError(f"{path}: column {name!r} is missing: {FIELDS[name].allowed}")
+
+
+def _arrivals(path: str, schema: pa.Schema) -> ArrivalTimes:
+    said = (schema.metadata or {}).get(ARRIVALS, b"recorded").decode()
+    for known in get_args(ArrivalTimes):
+        if said == known:
+            return cast(ArrivalTimes, known)
+    raise WorkloadError(
+        f"{path}: metadata {ARRIVALS.decode()} {said!r}: must be one of {', '.join(get_args(ArrivalTimes))}"
+    )
 
 
 def _is_plain(type_: pa.DataType) -> bool:

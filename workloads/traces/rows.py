@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,8 @@ class Rows:
     """What a reader fills.
 
     A damaged row is refused or dropped as `tolerance` says; what is emitted holds the invariants of RequestSpec.
-    Times are either all `arrival_ns`, absolute (made relative to the earliest at the end), or all `arrival_s`.
+    Times are either all `arrival_ns`, of a foreign clock (made relative to the earliest at the end), or all
+    `arrival_s`, which stand as they are.
     """
 
     def __init__(self, path: str, tolerance: Tolerance) -> None:
@@ -54,6 +55,8 @@ class Rows:
         self.tolerance = tolerance
         self.read = 0
         self.dropped: Counter[str] = Counter()
+        self.unwanted: set[str] = set()
+        """Reasons that are wishes of the user."""
         self.offences: list[Offence] = []
         self._shown: Counter[str] = Counter()
         self._pieces: list[Mapping[str, pa.Array]] = []
@@ -94,10 +97,13 @@ class Rows:
         """Emits a request as it is, its source row included."""
         self._append({name: getattr(spec, name) for name in REQUEST_FIELDS})
 
-    def not_asked_for(self, count: int, reason: str) -> None:
-        """Rows that are read and that the user wanted left out: counted, and no offence in a strict reading."""
-        self.read += count
-        self.dropped[reason] += count
+    def not_asked_for(self, numbers: Sequence[int], reason: str) -> None:
+        """Rows, counted as read, that the user wanted left out: counted, and no offence in a strict reading."""
+        for number in numbers[: OFFENCES_SHOWN - self._shown[reason]]:
+            self._show(number, reason, reason)
+        if numbers:
+            self.dropped[reason] += len(numbers)
+            self.unwanted.add(reason)
 
     def skip(self, number: int, reason: str) -> None:
         """A row that is read and not emitted, for the named reason."""
@@ -137,22 +143,16 @@ class Rows:
         self._pieces = []
         if not table.num_rows:
             raise WorkloadError(f"{self.path}: {self._nothing()}")
-        self._check_one_origin(table)
         if "arrival_ns" in table.column_names:
+            self._check_one_origin(table["arrival_ns"].to_numpy() / 1e9)
             table = _with_relative_times(table)
         return RequestColumns(table).in_order_of_arrival()
 
-    def _check_one_origin(self, table: pa.Table) -> None:
+    def _check_one_origin(self, times_s: NDArray[np.float64]) -> None:
         """Times since 1970 among times since some start would make a run of decades out of one of minutes."""
-        times_s = {
-            name: table[name].drop_null().to_numpy() / (1e9 if name == "arrival_ns" else 1)
-            for name in ("arrival_ns", "arrival_s", "abort_s")
-            if name in table.column_names
-        }
-        since_1970 = [_range(name, t[t >= EPOCH_FROM_S]) for name, t in times_s.items()]
-        since_a_start = [_range(name, t[t < RELATIVE_BELOW_S]) for name, t in times_s.items()]
-        if any(since_1970) and any(since_a_start):
-            found = " and ".join(filter(None, since_a_start + since_1970))
+        since_a_start, since_1970 = times_s[times_s < RELATIVE_BELOW_S], times_s[times_s >= EPOCH_FROM_S]
+        if since_a_start.size and since_1970.size:
+            found = " and ".join(map(_range, (since_a_start, since_1970)))
             raise WorkloadError(f"{self.path}: has times of two origins: {found}")
 
     def _nothing(self) -> str:
@@ -187,8 +187,11 @@ class Rows:
             raise WorkloadError(f"{self.path}: row {number}: {detail}")
         self.dropped[reason] += 1
         if self._shown[reason] < OFFENCES_SHOWN:
-            self._shown[reason] += 1
-            self.offences.append(Offence(number, reason, detail))
+            self._show(number, reason, detail)
+
+    def _show(self, number: int, reason: str, detail: str) -> None:
+        self._shown[reason] += 1
+        self.offences.append(Offence(number, reason, detail))
 
 
 def _array(name: str, values: NDArray[Any] | list[Any], kept: BoolArray | None = None) -> pa.Array:
@@ -198,11 +201,8 @@ def _array(name: str, values: NDArray[Any] | list[Any], kept: BoolArray | None =
     return array if kept is None or kept.all() else array.filter(pa.array(kept))
 
 
-def _range(name: str, times_s: NDArray[np.float64]) -> str | None:
-    if not times_s.size:
-        return None
-    label = "arrival" if name.startswith("arrival") else name
-    return f"{label} from {times_s.min():,.9g} to {times_s.max():,.9g} s ({times_s.size} rows)"
+def _range(times_s: NDArray[np.float64]) -> str:
+    return f"arrival from {times_s.min():,.9g} to {times_s.max():,.9g} s ({times_s.size} rows)"
 
 
 def _with_relative_times(table: pa.Table) -> pa.Table:

@@ -38,7 +38,9 @@ def _read(reading: Reading) -> None:
             f"the run ended early ({header.get('reason')}): these are the requests until then"
         )
     _take_over(reading, header)
-    jsonl.FORMAT.read(replace(reading, source=Source(folder / WORKLOAD)))
+    inside = replace(reading, source=Source(folder / WORKLOAD))
+    jsonl.FORMAT.read(inside)
+    reading.arrivals = inside.arrivals
 
 
 def _take_over(reading: Reading, header: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from servetwin.workloads.spec import WorkloadError
+from servetwin.workloads.traces.json_text import parse_json
 
 COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes of a compressed file."""
@@ -24,7 +24,8 @@ HEAD_CHARACTERS = 1 << 20
 CHUNK_CHARACTERS = 1 << 20
 MAX_LINE_CHARACTERS = 1 << 26
 """Of a prompt of some million token ids, or a text of as many words."""
-MAX_DOCUMENT_CHARACTERS = 1 << 31
+MAX_DOCUMENT_CHARACTERS = 1 << 28
+"""Of a document that is taken as a whole."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Head:
         if not self.first_line.startswith("{"):
             return {}
         try:
-            row = orjson.loads(self.first_line)
-        except orjson.JSONDecodeError:
+            row = parse_json(self.first_line)
+        except json.JSONDecodeError:
             return {}
         return row if isinstance(row, dict) else {}
 
@@ -72,6 +73,15 @@ class Head:
         )
 
 
+@contextmanager
+def naming(path: object, what: str = "read") -> Iterator[None]:
+    """What the system refuses inside (no permission, a folder, a file that vanished) as one line with the path."""
+    try:
+        yield
+    except OSError as e:
+        raise WorkloadError(f"{path}: cannot be {what}: {e.strerror or e}") from e
+
+
 class Source:
     """A trace file or folder, read from the beginning as often as wanted.
 
@@ -82,9 +92,11 @@ class Source:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         self.file = Path(path)
-        if not self.file.exists():
+        with naming(path):
+            exists, is_plain = self.file.exists(), self.file.is_file() or self.file.is_dir()
+        if not exists:
             raise WorkloadError(f"{path}: no such file")
-        if not (self.file.is_file() or self.file.is_dir()):
+        if not is_plain:
             raise WorkloadError(f"{path}: is no regular file; a trace is read more than once: save it first")
 
     @cached_property
@@ -105,18 +117,23 @@ class Source:
     def lines(self) -> Iterator[str]:
         """Every line, without its ending."""
         rest = ""
-        with self._open() as stream:
-            while chunk := stream.read(CHUNK_CHARACTERS):
-                # Not splitlines: it splits at characters that texts may hold, too.
-                lines = (rest + chunk).split("\n")
-                rest = lines.pop()
-                if len(rest) > MAX_LINE_CHARACTERS:
-                    raise WorkloadError(
-                        f"{self.path}: has a line of more than {MAX_LINE_CHARACTERS:,} characters"
-                    )
-                yield from lines
+        for chunk in self.chunks():
+            # Not splitlines: it splits at characters that texts may hold, too.
+            lines = (rest + chunk).split("\n")
+            rest = lines.pop()
+            if len(rest) > MAX_LINE_CHARACTERS:
+                raise WorkloadError(
+                    f"{self.path}: has a line of more than {MAX_LINE_CHARACTERS:,} characters"
+                )
+            yield from lines
         if rest:
             yield rest
+
+    def chunks(self) -> Iterator[str]:
+        """The whole text in pieces."""
+        with self._open() as stream:
+            while chunk := stream.read(CHUNK_CHARACTERS):
+                yield chunk
 
     def document(self) -> str:
         """The whole text."""
@@ -127,23 +144,18 @@ class Source:
             return text
 
     def _is_parquet(self) -> bool:
-        try:
-            with self.file.open("rb") as stream:
-                return stream.read(len(PARQUET)) == PARQUET
-        except OSError as e:
-            raise WorkloadError(f"{self.path}: cannot be read: {e}") from e
+        with naming(self.path), self.file.open("rb") as stream:
+            return stream.read(len(PARQUET)) == PARQUET
 
     @contextmanager
     def _open(self) -> Iterator[io.TextIOWrapper]:
         try:
-            with _text(self.file) as stream:
+            with naming(self.path), _text(self.file) as stream:
                 yield stream
         except UnicodeDecodeError as e:
             raise WorkloadError(
                 f"{self.path}: is not UTF-8 text ({e.reason} at byte {e.start} of a chunk)"
             ) from e
-        except OSError as e:
-            raise WorkloadError(f"{self.path}: cannot be read: {e}") from e
 
 
 def _text(file: Path) -> io.TextIOWrapper:

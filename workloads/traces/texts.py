@@ -9,9 +9,6 @@ from servetwin.workloads.traces.options import Tokenize
 from servetwin.workloads.traces.trace import Reading
 from servetwin.workloads.traces.values import Damage, Fields
 
-NO_OUTPUT_LENGTH = "no output length"
-"""Why a request is dropped that does not say how long its answer is, where `output_tokens` does not either."""
-
 
 def tokenizer(reading: Reading) -> Tokenize:
     """The tokenizer that the user gave. Raises WorkloadError where there is none."""
@@ -28,6 +25,10 @@ def text_of(row: Fields, *names: str) -> str:
     name, value = row.get(*names)
     if not isinstance(value, str):
         raise Damage(name, value, "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as e:
+        raise Damage(name, value, "a text of whole characters") from e
     return value
 
 

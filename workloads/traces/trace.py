@@ -28,6 +28,8 @@ class Trace:
     """Reason -> count."""
     offences: Sequence[Offence] = ()
     """The first dropped rows of each reason."""
+    unwanted: frozenset[str] = frozenset()
+    """Those of the reasons that are wishes of the user, as for one model only."""
     arrivals: ArrivalTimes = "recorded"
     """Which requests have times of their own. First turns: later turns of a session wait for the one before and
     stand at the start of their session. None: all stand at 0, an arrival process is wanted."""
@@ -69,6 +71,8 @@ class Reading:
     arrivals: ArrivalTimes = "recorded"
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    afterwards: Callable[[RequestColumns], RequestColumns] = field(default=lambda requests: requests)
+    """What can be said of requests only when all of them are known, in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

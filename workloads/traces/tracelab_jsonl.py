@@ -28,7 +28,7 @@ def _read(reading: Reading) -> None:
     models = Models(reading)
 
     def read(number: int, row: Fields) -> None:
-        if not models.wants(row):
+        if not models.wants(number, row):
             return
         name = row.text("session_id")
         session = sessions.setdefault(name, _Session())

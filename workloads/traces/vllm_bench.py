@@ -9,15 +9,16 @@ another by one clock. Source: vllm/benchmarks/serve.py of vLLM 0.22.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 from servetwin.workloads.checks import is_int
 from servetwin.workloads.spec import WorkloadError
-from servetwin.workloads.traces.nested import NO_REQUESTS, NestedRows, documents, each_holder
-from servetwin.workloads.traces.source import MAX_DOCUMENT_CHARACTERS, Head
+from servetwin.workloads.traces.json_stream import JsonStream
+from servetwin.workloads.traces.nested import NO_REQUESTS, NestedRows
+from servetwin.workloads.traces.source import Head
 from servetwin.workloads.traces.trace import Reading, TraceFormat
 from servetwin.workloads.traces.values import Damage, Fields, Useless, shown
 
@@ -27,6 +28,8 @@ RUN_KEYS = frozenset(
     {"num_prompts", "total_input_tokens", "backend", "endpoint_type", "model_id", "request_rate"}
 )
 ARRAYS = ("input_lens", "output_lens", "start_times", "errors")
+READ = frozenset({*ARRAYS, "request_rate", "max_concurrency", "backend", "endpoint_type"})
+"""What else a result holds, such as the latencies of all tokens, may be a hundred times as long and is not kept."""
 FAILED = "failed request"
 CLIENT_COUNTS = (
     "input_lens are the client's counts of chat messages: what a chat template added is not in them"
@@ -41,6 +44,7 @@ class _Result:
     arrays: dict[str, list[Any]]
     """Those of ARRAYS that it has and that are not empty."""
     request_rate: Any
+    max_concurrency: Any
     is_chat: bool
     """Whether the server made the prompts of messages."""
 
@@ -71,8 +75,10 @@ def _read(reading: Reading) -> None:
         _check_one_clock(reading, results)
     elif results:
         reading.arrivals = "none"
-        rates = ", ".join(dict.fromkeys(shown(r.request_rate) for r in results))
+        rates = _each_value(r.request_rate for r in results)
         reading.notes.append(f"start_times are missing; the benchmark's request_rate was {rates}")
+    if timed:
+        reading.notes += _paced(results)
     if any(result.is_chat for result in results):
         reading.notes.append(CLIENT_COUNTS)
     for result in results:
@@ -82,6 +88,23 @@ def _read(reading: Reading) -> None:
             with rows.row(result.number) as row:
                 _add(reading, row, result.request(place), timed)
     reading.about["results"] = len(results)
+
+
+def _paced(results: list[_Result]) -> Iterator[str]:
+    """What gave the start_times their pace beside the users whose traffic they stand for."""
+    limits = [r.max_concurrency for r in results if r.max_concurrency is not None]
+    if limits:
+        yield (
+            f"measured with max_concurrency {_each_value(limits)}: the client held requests back until others had "
+            f"ended, so start_times carry the pace of the engine that was measured"
+        )
+    rates = [r.request_rate for r in results if r.request_rate not in (None, "inf", math.inf)]
+    if rates:
+        yield f"measured with request_rate {_each_value(rates)}: start_times are those of the client's own process"
+
+
+def _each_value(values: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(map(shown, values)))
 
 
 def _add(reading: Reading, row: int, request: Fields, timed: bool) -> None:
@@ -110,15 +133,40 @@ def _results(reading: Reading, rows: NestedRows) -> Iterator[_Result]:
         arrays = {name: _array(row, name) for name in ARRAYS}
         kept = {name: values for name, values in arrays.items() if values or name in LENGTHS}
         is_chat = any("chat" in shown(row.row.get(name)) for name in ("backend", "endpoint_type"))
-        found.append(_Result(number, kept, row.row.get("request_rate"), is_chat))
+        found.append(
+            _Result(number, kept, row.row.get("request_rate"), row.row.get("max_concurrency"), is_chat)
+        )
 
-    each_holder(documents(reading.source.document().split("\n"), MAX_DOCUMENT_CHARACTERS), rows, read)
+    _each_result(JsonStream(reading.source, objects_begin_lines=True), rows, read)
     if undetailed and not found:
         raise WorkloadError(
             f"{reading.source.path}: has the totals of a benchmark, but not the lengths of its requests: "
             f"vllm bench serve writes them with --save-detailed"
         )
     return iter(found)
+
+
+def _each_result(stream: JsonStream, rows: NestedRows, read: Callable[[int, Fields], None]) -> None:
+    for number in count(1):
+        if not stream.peek():
+            return
+        try:
+            read(number, _fields(stream))
+        except Damage as e:
+            rows.damaged(number, e)
+            stream.to_next_object()
+
+
+def _fields(stream: JsonStream) -> Fields:
+    found: dict[str, Any] = {}
+    for name in stream.members():
+        if name not in READ:
+            stream.skip()
+        elif stream.peek() == "[":
+            found[name] = list(stream.elements())
+        else:
+            found[name] = stream.value()
+    return Fields(found)
 
 
 def _array(row: Fields, name: str) -> list[Any]:

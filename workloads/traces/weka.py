@@ -52,7 +52,7 @@ def _read_rows(reading: Reading, unit: TimeUnit) -> None:
     models = Models(reading)
 
     def read(number: int, row: Fields) -> None:
-        if models.wants(row):
+        if models.wants(number, row):
             reading.rows.add(number, arrival_ns=row.time_ns("t", unit=unit), **_lengths(row, block))
 
     each_object(reading.source, reading.rows, read)
@@ -119,7 +119,7 @@ class _Conversations:
         for entry in entries:
             with self._rows.row(number) as row:
                 request = fields_of("requests", entry)
-                if not self._models.wants(request):
+                if not self._models.wants(row, request):
                     continue
                 lengths = _lengths(request, block)
                 if namespace is not None and lengths["prefix_ids"] is not None:

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from servetwin.workloads.spec import WorkloadError
-from servetwin.workloads.traces.source import SUFFIXES
+from servetwin.workloads.traces.source import SUFFIXES, naming
 
 
 @contextmanager
@@ -20,7 +20,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Where to write what becomes `path` when the block ends well; else nothing is left and `path` is as it was."""
     # What a link names is replaced, not the link.
     path = Path(os.path.realpath(path))
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".unfinished", dir=path.parent)
+    with naming(path, "written"):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=".unfinished", dir=path.parent)
     os.close(handle)
     unfinished = Path(name)
     try:

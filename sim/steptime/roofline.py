@@ -1,0 +1,174 @@
+"""Step times from published peaks: no measurement of the card is needed, and every figure is an estimate.
+
+A step is the sum of its parts. Each takes the longer of its arithmetic and its memory traffic, at a stated fraction
+of the card's peaks (S. Williams et al., "Roofline", CACM 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servetwin.sim.cards import Card
+from servetwin.sim.kv_bytes import check_division, kv_bytes
+from servetwin.sim.model_shape import DTYPE_BYTES, ModelShape
+from servetwin.sim.steptime.features import Ints, StepFeatures
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiencies:
+    """What is reached of the peaks, and what no peak tells; the same for all cards and models.
+
+    Round figures within what kernels are known to reach, chosen with an eye on vLLM's TPOT on H100
+    (`benchmarks/roofline_h100.py`); no other card was looked at.
+    """
+
+    matmul: float = 0.70
+    """Of dense FLOP/s, in large bf16 matrix products: clocks fall under load, and tiles do not fill the card."""
+    fp8_matmul: float = 0.65
+    """The same in fp8: inputs are quantized first, and scaled afterwards."""
+    attention: float = 0.60
+    """Of bf16 FLOP/s, in the attention of prefill chunks: softmax stands between its two products."""
+    memory: float = 0.80
+    """Of the memory's bandwidth, for weights and activations: what streaming kernels reach."""
+    kv_memory: float = 0.70
+    """The same for K and V in blocks: many short reads, rows of unequal length, a second pass to join the parts."""
+    link: float = 0.85
+    """Of the link's bandwidth in one direction, in an all-reduce."""
+    kernel_s: float = 2.5e-6
+    """Start and drain of one kernel, also inside a CUDA graph."""
+    kernels_per_layer: int = 10
+    all_reduce_s: float = 6e-6
+    """Latency of an all-reduce among two cards; another one for every doubling."""
+    host_s: float = 1.0e-3
+    """Per step: preparing inputs, launching, and what the engine does between steps."""
+    host_row_s: float = 20e-6
+    """Per row of a step, on the host: scheduling, its sampled token, its output."""
+
+
+class RooflineStepModel:
+    """A StepModel for one engine of `tensor_parallel_size` cards; all ranks take the same time.
+
+    Raises ValueError where heads cannot be divided among the cards.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        card: Card,
+        *,
+        dtype: str = "bfloat16",
+        kv_cache_dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        efficiencies: Efficiencies | None = None,
+    ) -> None:
+        check_division(shape, tensor_parallel_size)
+        self._shape, self._card, self._cards = shape, card, tensor_parallel_size
+        self._efficiency = efficiencies or Efficiencies()
+        self._value_bytes = DTYPE_BYTES[dtype]
+        self._dtype = dtype
+        self._bandwidth = card.bandwidth_bytes_per_s * self._efficiency.memory
+        kv = kv_bytes(shape, dtype, kv_cache_dtype, tensor_parallel_size)
+        self._kv_layer_s = kv.per_layer() / (card.bandwidth_bytes_per_s * self._efficiency.kv_memory)
+
+    def durations_ns(self, features: StepFeatures) -> Ints:
+        """Integer nanoseconds, shape [n]; 0 exactly for steps without tokens."""
+        tokens = features.new_tokens.astype(np.float64)
+        seconds = (
+            self._linear_s(tokens)
+            + self._attention_s(features)
+            + self._activations_s(tokens)
+            + self._head_s(features.logits_rows.astype(np.float64))
+            + self._all_reduce_s(tokens)
+            + self._host_s(features.rows.astype(np.float64))
+        )
+        return np.where(features.new_tokens > 0, np.rint(seconds * 1e9), 0).astype(np.int64)
+
+    def _linear_s(self, tokens: Floats) -> Floats:
+        """The linear layers: their weights are read once a step, of the experts those that some token chose."""
+        shape = self._shape
+        flops = 2 * tokens * (shape.dense_parameters + shape.active_expert_parameters) / self._cards
+        dense = shape.dense_parameters * shape.bytes_per_dense_parameter(self._dtype) / self._cards
+        read = np.full_like(tokens, dense)
+        if (experts := shape.experts) is not None:
+            # A token misses a given expert with probability 1 - k / E; routing is taken to be even and independent.
+            hit = 1 - (1 - experts.per_token / experts.count) ** tokens
+            stored = shape.expert_parameters * shape.bytes_per_expert_parameter(self._dtype)
+            read += hit * stored / self._cards
+        return np.maximum(flops / self._matmul_rate(), read / self._bandwidth)
+
+    def _matmul_rate(self) -> float:
+        quantization = self._shape.quantization
+        if quantization is not None and quantization.fp8_matmul:
+            return self._card.fp8_flops * self._efficiency.fp8_matmul
+        return self._card.bf16_flops * self._efficiency.matmul
+
+    def _attention_s(self, f: StepFeatures) -> Floats:
+        """K and V are read once by each decode row and each chunk; chunks also multiply, causally."""
+        # Query x key pairs of a chunk of q tokens after c others: q (c + q), less half of q squared; the sum of squares
+        # is not a feature, so chunks are taken to be equal.
+        pairs = f.prefill_pairs - f.prefill_tokens**2 / (2 * np.maximum(f.prefill_rows, 1))
+        rate = self._card.bf16_flops * self._efficiency.attention
+        prefill = np.maximum(
+            self._seen(pairs, f.prefill_tokens) * self._flops_per_pair() / rate,
+            self._seen(f.prefill_context_tokens, f.prefill_rows) * self._kv_layer_s,
+        )
+        decode = self._seen(f.decode_context_tokens, f.decode_rows) * self._kv_layer_s
+        return prefill + decode
+
+    def _seen(self, total: Ints | Floats, queries: Ints) -> Floats:
+        """Sum over layers of `total` tokens that `queries` rows see, cut to the window in the mean."""
+        shape = self._shape
+        seen = total.astype(np.float64)
+        if shape.window_tokens is None:
+            return seen * shape.num_layers
+        cut: Floats = np.minimum(seen, queries * float(shape.window_tokens))
+        return seen * (shape.num_layers - shape.num_windowed_layers) + cut * shape.num_windowed_layers
+
+    def _flops_per_pair(self) -> float:
+        """In one layer, on one card: the products of query and key, and of weight and value."""
+        shape = self._shape
+        heads = shape.num_heads / self._cards
+        if (latent := shape.latent) is not None:
+            return 2 * heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim)
+        return 4 * heads * shape.head_dim
+
+    def _activations_s(self, tokens: Floats) -> Floats:
+        """What norms, rotary embedding, residuals and activation functions read and write."""
+        shape = self._shape
+        active = (
+            shape.experts.per_token * shape.experts.intermediate_size
+            if shape.experts
+            else shape.intermediate_size
+        )
+        values = 8 * shape.hidden_size + 3 * active / self._cards
+        return tokens * shape.num_layers * values * self._value_bytes / self._bandwidth
+
+    def _head_s(self, rows: Floats) -> Floats:
+        """Logits, and their float32 copies in the sampler (written and read twice); none without rows."""
+        weights = self._shape.head_parameters / self._cards
+        product = np.maximum(
+            2 * rows * weights / (self._card.bf16_flops * self._efficiency.matmul),
+            weights * self._value_bytes / self._bandwidth,
+        )
+        sampler = rows * self._shape.vocab_size * 4 * 4 / self._bandwidth
+        return np.where(rows > 0, product + sampler, 0.0)
+
+    def _all_reduce_s(self, tokens: Floats) -> Floats:
+        """Two of the hidden states in every layer (a ring: each card sends 2 (n - 1) / n of them)."""
+        n = self._cards
+        if n == 1:
+            return np.zeros_like(tokens)
+        sent: Floats = tokens * self._shape.hidden_size * self._value_bytes * 2 * (n - 1) / n
+        each = sent / (self._card.link_bytes_per_s * self._efficiency.link)
+        return 2 * self._shape.num_layers * (each + self._efficiency.all_reduce_s * math.log2(n))
+
+    def _host_s(self, rows: Floats) -> Floats:
+        """The host's part, and the starts of all kernels."""
+        e = self._efficiency
+        return e.host_s + e.host_row_s * rows + self._shape.num_layers * e.kernels_per_layer * e.kernel_s
