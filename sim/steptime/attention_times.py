@@ -1,7 +1,7 @@
 """The time of one layer's attention call, from a table of measured calls.
 
-A call holds prompt chunks, decode rows or both; the three are measured and fitted apart, since a mixed call is not the sum
-of two lone ones (on the RTX 4090 it takes 1.4 times that sum at the median, 2.6 times at P90).
+A call holds prompt chunks, decode rows or both. The three are measured and fitted apart, since a mixed call is not the
+sum of two lone ones (on the RTX 4090 it takes 1.4 times that sum at the median, 2.6 times at P90).
 """
 
 from __future__ import annotations

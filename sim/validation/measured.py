@@ -7,6 +7,7 @@ last_token_ts` of one clock, optionally `timeseries.csv` and `meta.json`), and r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class MeasuredRun:
     engine: dict[str, Any] = field(default_factory=dict)
     """Settings that the source says, under the names of the flags: max_num_seqs, num_gpu_blocks_override, ..."""
     hardware: str | None = None
+    rows: Sequence[int] = ()
+    """0-based place of each request in the source, where that is a file of rows."""
     curves: pd.DataFrame | None = None
     """Columns time_s, running, waiting, kv_percent: samples of the queue; None where none were taken."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from servetwin.sim.runs import RunFolderError, is_run_folder, read_run
+from servetwin.sim.runs import HEADER, RunFolderError, read_run
 from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def read_measured(path: str | Path) -> MeasuredRun:
     path = Path(path)
     if not path.exists():
         raise MeasuredRunError(f"{path}: no such file or folder")
-    if is_run_folder(path):
+    if path.is_dir() and (path / HEADER).is_file():
         return _run_folder(path)
     if path.is_dir() and (path / REQUESTS).is_file():
         return _request_lines(path)
@@ -105,12 +105,13 @@ def _request_lines(folder: Path) -> MeasuredRun:
         rows.append({ours: row[name] for name, ours in _LLMSERVINGSIM.items()})
     if not rows:
         raise MeasuredRunError(f"{path}: there are no requests")
-    frame = pd.DataFrame(rows)
+    frame = _on_one_clock(pd.DataFrame(rows).assign(row=range(len(rows))), path)
     meta = _read_meta(folder / META)
     return MeasuredRun(
         source="requests.jsonl",
         path=str(folder),
-        requests=_checked(_on_one_clock(frame, path), path),
+        requests=_checked(frame, path),
+        rows=frame["row"].tolist(),
         engine=_engine_of_meta(meta),
         hardware=meta.get("hardware", {}).get("device_name"),
         curves=_series(folder / SERIES),
@@ -208,12 +209,14 @@ def _bench_result(path: Path) -> MeasuredRun:
     frame["first_token_s"] = frame["arrival_s"] + np.array(result["ttfts"], dtype=np.float64)
     frame["last_token_s"] = frame["first_token_s"] + [float(sum(gaps)) for gaps in result["itls"]]
     frame["queued_s"] = frame["first_scheduled_s"] = np.nan
+    frame["row"] = range(len(frame))
     served = frame[frame["output_tokens"] > 0].sort_values("arrival_s", kind="stable").reset_index(drop=True)
     engine = {"max_concurrency": result.get("max_concurrency")}
     return MeasuredRun(
         source="vllm bench serve",
         path=str(path),
         requests=_checked(served, path),
+        rows=served["row"].tolist(),
         engine={name: value for name, value in engine.items() if value is not None},
     )
 

@@ -1,0 +1,85 @@
+"""What `servetwin fit` does: read the tables, check the fit on rows left out, write the profile, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.show import print_json, results_console
+from servetwin.sim.steptime.kernel_tables import KernelTables, read_tables
+from servetwin.sim.steptime.kernel_times import KernelTimes
+from servetwin.sim.steptime.profiles import KernelProfile, write_profile
+from servetwin.sim.steptime.table_check import TableCheck, check_tables
+
+
+def carry_out(folder: Path, out: Path | None, *, overwrite: bool, json: bool) -> int:
+    """Raises UsageError, TableError."""
+    if out is not None:
+        _check_target(out, overwrite)
+    tables = read_tables(folder)
+    KernelTimes.of(tables)
+    checks = check_tables(tables)
+    if out is not None:
+        write_profile(KernelProfile.of(tables, [check.to_json() for check in checks]), out)
+    if json:
+        print_json(_as_json(tables, checks, out))
+        return 0
+    console = results_console()
+    console.print(_about(tables))
+    console.print(_table(checks))
+    if out is not None:
+        console.print(f"wrote {out}")
+    return 0
+
+
+def _check_target(out: Path, overwrite: bool) -> None:
+    if out.is_dir():
+        raise UsageError(f"--out {out}: is a folder; the profile is one file")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: its folder does not exist")
+    if out.exists() and not overwrite:
+        raise UsageError(f"--out {out}: exists; --overwrite replaces it")
+
+
+def _as_json(tables: KernelTables, checks: Sequence[TableCheck], out: Path | None) -> dict[str, object]:
+    return {
+        "folder": tables.path,
+        "about": tables.about,
+        "rows": _rows(tables),
+        "errors": [check.to_json() for check in checks],
+        "profile": None if out is None else str(out),
+    }
+
+
+def _rows(tables: KernelTables) -> dict[str, int]:
+    counts = {
+        "attention": len(tables.attention),
+        "dense": sum(map(len, tables.dense.values())),
+        "per_sequence": sum(map(len, tables.per_sequence.values())),
+    }
+    return counts if tables.skew is None else counts | {"skew": len(tables.skew)}
+
+
+def _about(tables: KernelTables) -> str:
+    about, rows = tables.about, ", ".join(f"{name} {count:,}" for name, count in _rows(tables).items())
+    words = [about.get("gpu"), about.get("model"), about.get("variant")]
+    measured = f"vLLM {about['vllm_version']}" if "vllm_version" in about else None
+    said = ", ".join(str(word) for word in (*words, measured, about.get("profiled_at")) if word)
+    return f"{tables.path}: {said or 'nothing says what was measured'}\nrows: {rows}"
+
+
+def _table(checks: Sequence[TableCheck]) -> Table:
+    table = Table(title="Errors on rows left out of the fit, in percent", title_justify="left")
+    for name in ("left out", "of"):
+        table.add_column(name)
+    for name in ("rows", "mean", "median", "P90", "P99", "bias", "physical model alone"):
+        table.add_column(name, justify="right")
+    for check in checks:
+        e = check.errors
+        physical = "" if check.physical is None else f"{check.physical.mape:.1f}"
+        figures = (f"{e.mape:.2f}", f"{e.median:.2f}", f"{e.p90:.1f}", f"{e.p99:.1f}", f"{e.bias:+.2f}")
+        table.add_row(check.name, check.what, f"{e.n:,}", *figures, physical)
+    return table

@@ -1,0 +1,89 @@
+"""`servetwin validate`: a measured run simulated again, and how far apart the two are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from servetwin.sim.commands.flag_kinds import count, flag, switch
+from servetwin.sim.commands.flags import CACHE, MODEL, SCHEDULER
+
+COMPARISON = Group("Comparison", sort_key=0)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ValidateFlags:
+    """What is compared with what. Settings of the engine that are not given are read from the measured run."""
+
+    profile: Annotated[
+        Path,
+        flag(COMPARISON, "Step times: a profile of `servetwin fit`, or a folder of per-kernel tables."),
+    ]
+    model: Annotated[Path, flag(MODEL, "Folder with the model's config.json.")]
+    workload: Annotated[
+        Path | None,
+        flag(
+            COMPARISON,
+            "What the run was fed with, joined row by row: says what prompts share (default: a run folder's own, else "
+            "every prompt is its own).",
+        ),
+    ] = None
+    calibrate: Annotated[
+        Literal["none", "first-half"],
+        flag(
+            COMPARISON,
+            "first-half: fit one factor of the dense operators to the mean time per token of the first half of the "
+            "requests, and judge by the second half.",
+        ),
+    ] = "none"
+    noise_runs: Annotated[
+        int,
+        count(
+            COMPARISON,
+            "Simulations with 3 % noise on every step: how much of each error is chance.",
+        ),
+    ] = 3
+    max_ttft_error: Annotated[
+        float, flag(COMPARISON, "Largest error of the mean TTFT that passes, in percent.")
+    ] = 8.0
+    max_tpot_error: Annotated[float, flag(COMPARISON, "The same for the mean TPOT.")] = 5.0
+    max_e2e_error: Annotated[float, flag(COMPARISON, "The same for the mean E2E.")] = 5.0
+    json: Annotated[bool, switch(COMPARISON, "Print one JSON object.")] = False
+    tensor_parallel_size: Annotated[int, count(MODEL, "Cards that the measured engine ran on.")] = 1
+    max_model_len: Annotated[int | None, count(MODEL, "Longest prompt + output, in tokens.")] = None
+    num_gpu_blocks_override: Annotated[
+        int | None, count(CACHE, "Blocks in the pool of the measured run.")
+    ] = None
+    block_size: Annotated[int | None, count(CACHE, "Tokens per KV block.")] = None
+    enable_prefix_caching: Annotated[bool | None, flag(CACHE, "Reuse blocks of equal prefixes.")] = None
+    max_num_seqs: Annotated[int | None, count(SCHEDULER, "Requests that run at once.")] = None
+    max_num_batched_tokens: Annotated[int | None, count(SCHEDULER, "Tokens per step.")] = None
+    async_scheduling: Annotated[
+        bool | None, flag(SCHEDULER, "Two steps in flight (default: as the run says, else on).")
+    ] = None
+
+
+def validate(
+    run: Annotated[
+        Path,
+        Parameter(
+            help="A run folder (`run --live`), a folder with requests.jsonl, or a result of `vllm bench serve "
+            "--save-detailed`."
+        ),
+    ],
+    /,
+    *,
+    flags: ValidateFlags,
+) -> int:
+    """Simulate a measured run again and compare: latencies, throughput, the curves of the queue, and how sure that is.
+
+    TTFT = first token - queued; TPOT = (last - first token) / (output tokens - 1); E2E = last token - queued; queue =
+    first scheduled - queued. Errors are simulated / measured - 1. Exit code 4: an error is beyond its threshold.
+    """
+    from servetwin.sim.commands.validating import carry_out
+
+    return carry_out(run, flags)

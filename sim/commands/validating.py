@@ -1,0 +1,240 @@
+"""What `servetwin validate` does: read the run, simulate it, compare, judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.show import print_json, results_console, say
+from servetwin.sim.commands.validate import ValidateFlags
+from servetwin.sim.config import ASSUMED_NUM_GPU_BLOCKS, EngineConfig, explain
+from servetwin.sim.engine_options import EngineOptions
+from servetwin.sim.model_folder import read_model_config
+from servetwin.sim.model_shape_reader import read_model_shape
+from servetwin.sim.steptime.kernel_model import KernelStepModel
+from servetwin.sim.steptime.profiles import load_profile
+from servetwin.sim.validation.calibration import calibrate, first_half, second_half
+from servetwin.sim.validation.comparison import (
+    Band,
+    CurveComparison,
+    Load,
+    MetricComparison,
+    compare_curves,
+    compare_metrics,
+    load_of,
+    makespan_s,
+    residual_bands,
+    throughput_tokens_per_s,
+)
+from servetwin.sim.validation.measured import FORMULAS, METRICS, MeasuredRun, MeasuredRunError, metrics_of
+from servetwin.sim.validation.read_measured import read_measured
+from servetwin.sim.validation.replay import NoisyModel, SimulatedRun, requests_of, simulated
+from servetwin.workloads import ReadOptions, RequestSpec, read_trace
+
+THRESHOLD_MISSED = 4
+NOISE = 0.03
+"""Standard deviation of a step's time from one time to the next, relative."""
+ENGINE = ("block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "async_scheduling")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Everything that is told."""
+
+    run: MeasuredRun
+    engine: EngineConfig
+    assumed: tuple[str, ...]
+    metrics: dict[str, MetricComparison]
+    """Of all requests."""
+    judged: dict[str, MetricComparison]
+    """Of those that the thresholds are for: all, or the half that was not fitted to."""
+    factor: float | None
+    """Of the dense operators, where it was calibrated."""
+    noise_percent: dict[str, float]
+    """Standard deviation of the simulated means by chance alone."""
+    curve_shift_s: float
+    curves: dict[str, CurveComparison]
+    bands: list[Band]
+    load: Load
+    simulated: SimulatedRun
+    outside_steps: int
+    thresholds: dict[str, float]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def missed(self) -> list[str]:
+        """Metrics whose mean is further off than its threshold."""
+        errors = {name: self.judged[name].error_percent() for name in self.thresholds}
+        return [n for n, error in errors.items() if error is not None and abs(error) > self.thresholds[n]]
+
+
+def carry_out(path: Path, flags: ValidateFlags) -> int:
+    """Prints the comparison. 0, or 4 where a threshold is missed. Raises UsageError and other ValueErrors."""
+    from servetwin.sim.commands.validate_report import report, to_json
+
+    found = validation(path, flags)
+    if flags.json:
+        print_json(to_json(found))
+    else:
+        console = results_console()
+        for part in report(found):
+            console.print(part)
+    return THRESHOLD_MISSED if found.missed else 0
+
+
+def validation(path: Path, flags: ValidateFlags) -> Validation:
+    """Raises UsageError, MeasuredRunError, and the errors of profiles and models (all ValueErrors)."""
+    thresholds = {"ttft": flags.max_ttft_error, "tpot": flags.max_tpot_error, "e2e": flags.max_e2e_error}
+    for name, percent in thresholds.items():
+        if not 0 < percent < np.inf:
+            raise UsageError(f"--max-{name}-error {percent}: must be above 0, in percent")
+    if flags.noise_runs < 0:
+        raise UsageError(f"--noise-runs {flags.noise_runs}: must be 0 or more")
+    model = step_model(flags)
+    run = read_measured(path)
+    engine, assumed = engine_of(run, flags)
+    requests = requests_of(run, _prompts(run, path, flags.workload))
+    factor = None
+    if flags.calibrate == "first-half":
+        if len(requests) < 4:
+            raise UsageError(f"--calibrate first-half: the run has {len(requests)} requests, 4 are needed")
+        factor = calibrate(
+            run, requests, engine, model, on_try=lambda f: say(f"simulating with factor {f:.4f}")
+        )
+        model = model.scaled(factor)
+    say(f"simulating {len(requests):,} requests")
+    again = simulated(requests, engine, model)
+    part = slice(None) if factor is None else second_half(run)
+    shift_s, curves = compare_curves(run, again)
+    return Validation(
+        run=run,
+        engine=engine,
+        assumed=assumed,
+        metrics=compare_metrics(run.requests, again.requests),
+        judged=compare_metrics(run.requests, again.requests, part),
+        factor=factor,
+        noise_percent=_noise(requests, engine, model, again, part, flags.noise_runs),
+        curve_shift_s=shift_s,
+        curves=curves,
+        bands=residual_bands(run.requests, again),
+        load=load_of(again),
+        simulated=again,
+        outside_steps=int(again.steps["predicted_outside"].sum()),
+        thresholds=thresholds,
+    )
+
+
+def step_model(flags: ValidateFlags) -> KernelStepModel:
+    """The profile's step times for the model. Raises ValueErrors."""
+    if flags.tensor_parallel_size != 1:
+        raise UsageError(
+            f"--tensor-parallel-size {flags.tensor_parallel_size}: the tables are of one card, and so must the run be"
+        )
+    profile, shape = load_profile(flags.profile), read_model_shape(flags.model)
+    return KernelStepModel(profile.times(), shape.num_layers)
+
+
+def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, tuple[str, ...]]:
+    """The measured engine: flags, then what the run says, then vLLM's defaults; and what had to be assumed."""
+    said, assumed = dict(run.engine), []
+    if said.get("tensor_parallel_size", 1) != flags.tensor_parallel_size:
+        raise UsageError(
+            f"--tensor-parallel-size {flags.tensor_parallel_size}: the run was measured with "
+            f"{said['tensor_parallel_size']}"
+        )
+    settings = {
+        name: getattr(flags, name) if getattr(flags, name) is not None else said.get(name) for name in ENGINE
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    if settings["max_num_seqs"] is None or settings["max_num_batched_tokens"] is None:
+        assumed.append("max_num_seqs 256 and max_num_batched_tokens 2,048 where the run does not say them")
+    blocks = flags.num_gpu_blocks_override or said.get("num_gpu_blocks_override")
+    if blocks is None:
+        blocks = ASSUMED_NUM_GPU_BLOCKS
+        assumed.append(
+            f"num_gpu_blocks {blocks:,}: nobody says how many the engine had (--num-gpu-blocks-override)"
+        )
+    longest = int((run.requests["prompt_tokens"] + run.requests["output_tokens"]).max())
+    model = read_model_config(flags.model, flags.max_model_len or said.get("max_model_len"))
+    pool = (blocks - 1) * given.get("block_size", 16)
+    if (
+        flags.max_model_len is None
+        and said.get("max_model_len") is None
+        and model.max_model_len > pool >= longest
+    ):
+        model = model.model_copy(update={"max_model_len": pool})
+        assumed.append(f"max_model_len {pool:,}, all that the pool holds")
+    try:
+        options = EngineOptions(model=flags.model, **given)
+        asynchronous = given.get("async_scheduling", True)
+        return options.engine_config(model, blocks, None, asynchronous=asynchronous), tuple(assumed)
+    except ValidationError as e:
+        raise UsageError(explain(e)) from e
+
+
+def _prompts(run: MeasuredRun, path: Path, workload: Path | None) -> Sequence[RequestSpec] | None:
+    """The requests as they were sent, in the order of the run's."""
+    if workload is None and run.source != "run folder":
+        return None
+    trace = read_trace(path if workload is None else workload, ReadOptions())
+    requests = list(trace.requests)
+    if workload is None:
+        by_id = {spec.request_id: spec for spec in requests}
+        return [by_id[str(name)] for name in run.requests["request_id"]]
+    requests.sort(key=lambda spec: spec.source_row or 0)
+    if len(requests) != len(run.requests):
+        raise MeasuredRunError(
+            f"--workload {workload}: has {len(requests):,} requests, the run {len(run.requests):,}; they are joined "
+            "row by row"
+        )
+    return [requests[row] for row in run.rows]
+
+
+def _noise(
+    requests: Sequence[RequestSpec],
+    engine: EngineConfig,
+    model: KernelStepModel,
+    without: SimulatedRun,
+    part: slice,
+    runs: int,
+) -> dict[str, float]:
+    """Standard deviation of each mean in percent, over runs that differ in the noise of their steps alone."""
+    if runs < 2:
+        return {}
+    means: dict[str, list[float]] = {name: [] for name in FORMULAS}
+    for seed in range(runs):
+        say(f"simulating with noise, {seed + 1} of {runs}")
+        noisy = metrics_of(simulated(requests, engine, NoisyModel(model, NOISE, seed)).requests)
+        for name in means:
+            means[name].append(float(np.nanmean(noisy[name][part])))
+    plain = {name: float(np.nanmean(values[part])) for name, values in metrics_of(without.requests).items()}
+    return {
+        name: 100 * float(np.std(of, ddof=1)) / plain[name] for name, of in means.items() if plain[name] > 0
+    }
+
+
+def parts_of(found: Validation) -> Iterator[tuple[str, dict[str, MetricComparison]]]:
+    """(whose requests, their comparison): all, and where a number was fitted both halves."""
+    yield "all requests", found.metrics
+    if found.factor is not None:
+        run = found.run.requests
+        yield "first half (fitted to)", compare_metrics(run, found.simulated.requests, first_half(found.run))
+        yield "second half (tested)", found.judged
+
+
+def totals(found: Validation) -> dict[str, dict[str, Any]]:
+    """Makespan and throughput of both sides."""
+    pairs = {"makespan_s": makespan_s, "output_tokens_per_s": throughput_tokens_per_s}
+    return {
+        name: {"measured": figure(found.run.requests), "simulated": figure(found.simulated.requests)}
+        for name, figure in pairs.items()
+    }
+
+
+SHOWN = (*METRICS, "scheduled_to_first")

@@ -1,0 +1,107 @@
+"""Step-time profiles: files of measured times that steps are foretold from, with what they were measured on.
+
+A profile is one JSON file (`servetwin fit ... -o FILE`); a folder of per-kernel tables serves as one, too.
+"""
+
+from __future__ import annotations
+
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from servetwin.sim.config import explain
+from servetwin.sim.steptime.kernel_tables import ATTENTION_AXES, KernelTables, is_table_folder, read_tables
+from servetwin.sim.steptime.kernel_times import KernelTimes
+
+Columns = dict[str, list[float]]
+
+
+class ProfileError(ValueError):
+    """A file that is no profile, or a damaged one."""
+
+
+class Calibration(BaseModel):
+    """A number that was fitted to one part of a measured run, on top of the profile."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    what: str
+    value: float
+    on: str
+    """The part."""
+
+
+class KernelProfile(BaseModel):
+    """Times of single kernels, which a step is the sum of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    schema_version: Literal[1] = 1
+    kind: Literal["kernels"] = "kernels"
+    about: dict[str, Any]
+    """Card, model, versions, date."""
+    written: str
+    attention: Columns
+    dense: dict[str, Columns]
+    per_sequence: dict[str, Columns]
+    skew: Columns | None = None
+    errors: list[dict[str, Any]] = []
+    """Of rows left out (`table_check`)."""
+    calibrated: Calibration | None = None
+
+    @classmethod
+    def of(cls, tables: KernelTables, errors: list[dict[str, Any]]) -> Self:
+        skew = None if tables.skew is None else tables.skew[["n", "ratio", "pc", "alpha"]]
+        return cls(
+            about=tables.about,
+            written=date.today().isoformat(),
+            attention=_columns(tables.attention[[*ATTENTION_AXES, "time_us"]]),
+            dense={name: _columns(rows) for name, rows in tables.dense.items()},
+            per_sequence={name: _columns(rows) for name, rows in tables.per_sequence.items()},
+            skew=None if skew is None else _columns(skew),
+            errors=errors,
+        )
+
+    def times(self) -> KernelTimes:
+        """Raises TableError."""
+        import pandas as pd
+
+        return KernelTimes.of(
+            KernelTables(
+                path="profile",
+                attention=pd.DataFrame(self.attention),
+                dense={name: pd.DataFrame(rows) for name, rows in self.dense.items()},
+                per_sequence={name: pd.DataFrame(rows) for name, rows in self.per_sequence.items()},
+                skew=None if self.skew is None else pd.DataFrame(self.skew),
+                about=self.about,
+            )
+        )
+
+
+def _columns(rows: Any) -> Columns:
+    return {str(name): np.asarray(rows[name], dtype=np.float64).tolist() for name in rows.columns}
+
+
+def load_profile(path: str | Path) -> KernelProfile:
+    """From a file, or a folder of per-kernel tables. Raises ProfileError, TableError, OSError."""
+    path = Path(path)
+    if path.is_dir():
+        if is_table_folder(path):
+            return KernelProfile.of(read_tables(path), [])
+        raise ProfileError(f"{path}: is a folder without attention.csv, and no profile of `servetwin fit`")
+    if not path.is_file():
+        raise ProfileError(f"{path}: no such file or folder")
+    try:
+        return KernelProfile.model_validate_json(path.read_bytes())
+    except ValidationError as e:
+        raise ProfileError(f"{path}: is no profile of `servetwin fit`: {explain(e)}") from e
+
+
+def write_profile(profile: KernelProfile, path: Path) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(profile.model_dump_json(), encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,121 @@
+"""Simulates a measured run again: the same requests at the same times, with modelled step times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from servetwin.sim.config import EngineConfig, RunConfig
+from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.host_model import HostModel
+from servetwin.sim.simulation import simulate
+from servetwin.sim.steptime.features import StepModel
+from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.token_source import TokenSource
+from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError
+from servetwin.workloads import ListWorkload, RequestSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PROMPT_FIELDS = (
+    "prompt_token_ids",
+    "prefix_ids",
+    "prefix_block_tokens",
+    "context_tokens",
+    "session_id",
+    "cache_salt",
+)
+"""What a workload says of a prompt besides its length."""
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """Frames as in `MeasuredRun`, the requests in the same order, and the steps as in a run folder."""
+
+    requests: pd.DataFrame
+    curves: pd.DataFrame
+    steps: pd.DataFrame
+    preemptions: int
+
+
+def requests_of(run: MeasuredRun, prompts: Sequence[RequestSpec] | None) -> list[RequestSpec]:
+    """The requests of a measured run; `prompts`: the workload it was fed with, joined row by row.
+
+    Raises MeasuredRunError where the two are not of one length, or a prompt is not.
+    """
+    rows = run.requests
+    if prompts is not None and len(prompts) != len(rows):
+        raise MeasuredRunError(
+            f"the workload has {len(prompts):,} requests, the run {len(rows):,}: they are joined row by row"
+        )
+    specs = []
+    for place, row in enumerate(rows.itertuples(index=False)):
+        spec = RequestSpec(
+            request_id=str(row.request_id),
+            arrival_s=float(row.arrival_s),
+            prompt_tokens=int(row.prompt_tokens),
+            output_tokens=int(row.output_tokens),
+            **({} if prompts is None else _prompt(prompts[place], place, int(row.prompt_tokens))),
+        )
+        specs.append(spec)
+    return specs
+
+
+def _prompt(spec: RequestSpec, place: int, prompt_tokens: int) -> dict[str, Any]:
+    if spec.prompt_tokens != prompt_tokens:
+        raise MeasuredRunError(
+            f"row {place + 1}: the prompt has {spec.prompt_tokens} tokens in the workload, {prompt_tokens} in the run"
+        )
+    return {name: getattr(spec, name) for name in PROMPT_FIELDS}
+
+
+def simulated(
+    requests: Sequence[RequestSpec], engine: EngineConfig, model: StepModel, host: HostModel | None = None
+) -> SimulatedRun:
+    """Serves the requests with step times from `model`; all of them must be ones that the engine can serve."""
+    tokens = TokenSource(engine.model.vocab_size, seed=0)
+    sink = MemorySink()
+    simulate(
+        RunConfig(engine=engine, executor="validate"),
+        ListWorkload(requests),
+        ModelledStepTimer(model, tokens, "modelled"),
+        EventLog(sink, log_blocks=False),
+        tokens=tokens,
+        plan_tokens=False,
+        log_blocks=False,
+        host=host,
+    )
+    frame = sink.requests.set_index("request_id").loc[[spec.request_id for spec in requests]].reset_index()
+    refused = frame[frame["finish_reason"] == "refused"]
+    if len(refused):
+        raise MeasuredRunError(
+            f"the simulated engine refuses {len(refused)} requests that the real one served, the first "
+            f"{refused['request_id'].iloc[0]!r}: give its --max-model-len and --num-gpu-blocks-override"
+        )
+    steps = sink.steps
+    usable = steps["used_blocks"] + steps["cached_free_blocks"] + steps["free_blocks"]
+    curves = steps.assign(time_s=steps["start_s"], kv_percent=100 * steps["used_blocks"] / usable)
+    return SimulatedRun(
+        requests=frame.rename(
+            columns={"num_prompt_tokens": "prompt_tokens", "num_output_tokens": "output_tokens"}
+        ),
+        curves=curves[["time_s", "running", "waiting", "kv_percent"]],
+        steps=steps,
+        preemptions=int(frame["preemptions"].sum()),
+    )
+
+
+class NoisyModel:
+    """A StepModel whose steps vary at random, as those of a real engine do, by `spread` (standard deviation)."""
+
+    def __init__(self, model: StepModel, spread: float, seed: int) -> None:
+        self._model, self._spread = model, spread
+        self._random = np.random.default_rng(seed)
+
+    def durations_ns(self, features: Any) -> Any:
+        factors = 1 + self._spread * np.clip(self._random.standard_normal(len(features)), -3, 3)
+        return np.rint(self._model.durations_ns(features) * factors).astype(np.int64)
