@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +13,9 @@ from pydantic import ValidationError
 from servetwin.sim.commands.compat import rules_of
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.profile_source import profile_source
+from servetwin.sim.commands.recorded_source import PREFIX as RECORDED
+from servetwin.sim.commands.recorded_source import recorded_run, with_recorded
 from servetwin.sim.commands.roofline_source import (
     StepSource,
     refuse_card_flags,
@@ -35,12 +39,14 @@ from servetwin.sim.engine_options import (
     resolve_async_scheduling,
     why_synchronous,
 )
+from servetwin.sim.host_model import HostModel
 from servetwin.sim.live_server import LiveServer
 from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.plugins import PluginError, load
 from servetwin.sim.policy import load_policy
 from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
+from servetwin.sim.steptime.recorded import RecordedHostModel, RecordedSteps, RecordedStepTimer
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import seconds_to_ns
 
@@ -58,6 +64,8 @@ class Engine:
     tokens: TokenSource
     runs_a_model: bool
     """It needs token ids and produces them itself."""
+    host: HostModel | None = None
+    """The engine's own time around each step; None: none."""
     assumed: tuple[str, ...] = ()
     described: dict[str, Any] = field(default_factory=dict)
     server: LiveServer | None = None
@@ -80,6 +88,10 @@ def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, s
         if executor == "roofline":
             return _roofline_engine(flags, step_time_s, seed, drafting)
         refuse_card_flags(flags, executor)
+        if executor.startswith(RECORDED):
+            return _recorded_engine(flags, executor, step_time_s, seed, drafting)
+        if Path(executor).exists():
+            return _profile_engine(flags, Path(executor), step_time_s, seed, drafting)
         if executor == "constant":
             return _constant_engine(flags, step_time_s, seed, drafting)
         return _executor_engine(flags, executor, step_time_s, seed, drafting)
@@ -141,20 +153,7 @@ def _constant_engine(
         raise UsageError(
             f"--step-time-s {step_time_s} must be between {MIN_STEP_TIME_S:g} and {MAX_STEP_TIME_S:g} seconds"
         )
-    inert = {
-        "--dtype": flags.dtype != "auto",
-        "--load-format": flags.load_format != "auto",
-        "--kv-cache-memory-bytes": flags.kv_cache_memory_bytes is not None,
-        "--gpu-memory-utilization": flags.gpu_memory_utilization is not None,
-        "--zero-fresh-blocks": flags.zero_fresh_blocks,
-        "--compile": flags.compile,
-        "--threads": flags.threads is not None,
-        "--enforce-eager": flags.enforce_eager,
-        "--cudagraph-capture-sizes": flags.cudagraph_capture_sizes is not None,
-        "--max-cudagraph-capture-size": flags.max_cudagraph_capture_size is not None,
-    }
-    for name in (n for n, given in inert.items() if given):
-        raise UsageError(f"{name} has no effect with --executor constant, which runs no model")
+    _refuse_inert(flags, "constant")
     num_gpu_blocks = flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS
     model, assumed = _assumed_model(flags, num_gpu_blocks)
     assumed += _assumed_limits(flags, model.max_model_len)
@@ -168,6 +167,28 @@ def _constant_engine(
     return _modelled_engine(flags, source, model, seed, drafting)
 
 
+def _refuse_inert(flags: EngineFlags, executor: str, step_time_s: float | None = None) -> None:
+    """What only an engine with a model or a card could heed."""
+    if step_time_s is not None:
+        raise UsageError(
+            f"--step-time-s has no effect with --executor {executor}, which has its own step times"
+        )
+    inert = {
+        "--dtype": flags.dtype != "auto",
+        "--load-format": flags.load_format != "auto",
+        "--kv-cache-memory-bytes": flags.kv_cache_memory_bytes is not None,
+        "--gpu-memory-utilization": flags.gpu_memory_utilization is not None,
+        "--zero-fresh-blocks": flags.zero_fresh_blocks,
+        "--compile": flags.compile,
+        "--threads": flags.threads is not None,
+        "--enforce-eager": flags.enforce_eager,
+        "--cudagraph-capture-sizes": flags.cudagraph_capture_sizes is not None,
+        "--max-cudagraph-capture-size": flags.max_cudagraph_capture_size is not None,
+    }
+    for name in (n for n, given in inert.items() if given):
+        raise UsageError(f"{name} has no effect with --executor {executor}, which runs no model")
+
+
 def _roofline_engine(
     flags: EngineFlags, step_time_s: float | None, seed: int, drafting: SpeculativeConfig | None
 ) -> Engine:
@@ -178,6 +199,44 @@ def _roofline_engine(
     seqs, batched = engine_options(flags, seed).limits(model.max_model_len, card.default_limits())
     flags = replace(flags, max_num_seqs=seqs, max_num_batched_tokens=batched)
     return _modelled_engine(flags, roofline_source(flags, card, folder), model, seed, drafting)
+
+
+def _profile_engine(
+    flags: EngineFlags, path: Path, step_time_s: float | None, seed: int, drafting: SpeculativeConfig | None
+) -> Engine:
+    _refuse_inert(flags, str(path), step_time_s)
+    source = profile_source(flags, path)
+    model, _ = _assumed_model(flags, source.num_gpu_blocks)
+    source = replace(source, assumed=source.assumed + _assumed_limits(flags, model.max_model_len))
+    return _modelled_engine(flags, source, model, seed, drafting)
+
+
+def _recorded_engine(
+    flags: EngineFlags,
+    executor: str,
+    step_time_s: float | None,
+    seed: int,
+    drafting: SpeculativeConfig | None,
+) -> Engine:
+    _refuse_inert(flags, executor, step_time_s)
+    run = recorded_run(executor)
+    flags = with_recorded(flags, run)
+    num_gpu_blocks = flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS
+    model, assumed = _assumed_model(flags, num_gpu_blocks)
+    tokens = TokenSource(model.vocab_size, seed)
+    options = engine_options(flags, seed)
+    asynchronous = _asynchronous(options, drafting)
+    config = options.engine_config(model, num_gpu_blocks, drafting, asynchronous=asynchronous)
+    steps = RecordedSteps.of(run.steps)
+    return Engine(
+        config=config,
+        timer=RecordedStepTimer(steps, tokens, _draft_model(flags, config, tokens, seed)),
+        tokens=tokens,
+        runs_a_model=False,
+        host=RecordedHostModel(steps),
+        assumed=assumed,
+        described={"recorded": str(run.path)},
+    )
 
 
 def _modelled_engine(
@@ -255,7 +314,10 @@ def _load_executor(name: str) -> Any:
     try:
         return load("servetwin.executors", name)
     except PluginError as e:
-        allowed = "allowed: constant (with --step-time-s), roofline (with --gpu), "
+        allowed = (
+            "allowed: constant (with --step-time-s), roofline (with --gpu), the file or folder of a profile, "
+            "recorded:RUN, "
+        )
         raise UsageError(f"--executor {e}".replace("allowed: ", allowed)) from e
 
 

@@ -273,6 +273,7 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
                     tokens=engine.tokens,
                     plan_tokens=engine.runs_a_model or flags.save_plans,
                     log_blocks=log_blocks,
+                    host=engine.host,
                     on_request=recorder.request,
                     on_step=on_step,
                     vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,

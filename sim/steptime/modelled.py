@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from servetwin.sim.contract import ModelRunnerOutput, SchedulerOutput, StepResult, StepShape
+from servetwin.sim.contract import SchedulerOutput, StepResult, StepShape
 from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.features import Bools, Ints, StepFeatures, StepModel, shape_of
-from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow, num_admitted
+from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
+from servetwin.sim.steptime.sampled import sampled_output
 from servetwin.sim.token_source import TokenSource
 
 
@@ -50,10 +51,7 @@ class ModelledStepTimer:
         rows = self._reader.rows(plan)
         shape = shape_of(rows, num_admitted(plan))
         duration, outside = self._duration(shape) if rows else (0, False)
-        if self._drafts is None:
-            output, draft_token_ids = self._output(rows), None
-        else:
-            output, draft_token_ids = self._drafts.run(plan, rows)
+        output, draft_token_ids = sampled_output(plan, rows, self._tokens, self._drafts)
         return StepResult(
             0, duration, output, self._source, draft_token_ids=draft_token_ids, shape=shape, outside=outside
         )
@@ -68,12 +66,3 @@ class ModelledStepTimer:
                 "a step with tokens must take at least 1 ns"
             )
         return duration, self._outside is not None and bool(self._outside(features)[0])
-
-    def _output(self, rows: list[PlanRow]) -> ModelRunnerOutput:
-        return ModelRunnerOutput(
-            req_ids=[r.request_id for r in rows],
-            req_id_to_index={r.request_id: i for i, r in enumerate(rows)},
-            sampled_token_ids=[
-                [self._tokens.output_id(r.request_id, r.num_output_tokens)] if r.samples else [] for r in rows
-            ],
-        )
