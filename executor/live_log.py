@@ -33,8 +33,8 @@ class LiveLog:
     def __init__(self) -> None:
         self.in_flight: dict[str, RequestSpec] = {}
         """Sent and not ended."""
-        self.flushed = True
-        """The engine has told its worker of every request that ended."""
+        self._untold: set[str] = set()
+        """Requests that ended, and of which no plan has told the worker yet."""
         self._answers: dict[str, list[int]] = {}
         """Tokens so far of requests in sessions, whose next turn may repeat them."""
         self._ended: list[Ended] = []
@@ -48,6 +48,11 @@ class LiveLog:
         """From now on there is a run, which began at `origin_ns`."""
         self._log, self._origin_ns, self._flush_at_ns = log, origin_ns, FLUSH_FIRST_NS
         self._log_blocks, self._on_step = log_blocks, on_step
+
+    @property
+    def flushed(self) -> bool:
+        """The engine has told its worker of every request that ended."""
+        return not self._untold
 
     def now_ns(self) -> int:
         """Since the start of the run."""
@@ -92,7 +97,7 @@ class LiveLog:
 
     def aborted(self, request_id: str, now_ns: int, computed_tokens: int, blocks: int) -> None:
         self._writes.aborted(request_id, now_ns - self._origin_ns, computed_tokens, blocks)
-        self.flushed = False
+        self._untold.add(request_id)
         self._end(request_id, now_ns)
 
     def scheduled(self, frame: Frame) -> None:
@@ -111,7 +116,8 @@ class LiveLog:
         self._writes.stepped(frame, result, times, end_ns - origin, outputs)
         for request_id, answer in self._answers.items():
             answer += outputs.new_token_ids.get(request_id, ())
-        self.flushed = not frame.plan.num_scheduled_tokens and not outputs.finished
+        # An empty step may have been scheduled before the request ended that leaves nothing to do.
+        self._untold = (self._untold | outputs.finished.keys()) - frame.plan.finished_req_ids
         for request_id in outputs.finished:
             self._end(request_id, end_ns)
         if self._on_step is not None:
