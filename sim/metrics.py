@@ -306,6 +306,7 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
         "preempted_query_tokens": int(steps.preempted_query_tokens.sum()),
         "preempted_hit_tokens": int(steps.preempted_hit_tokens.sum()),
         "kv_peak_used_fraction": kv_peak_used_fraction(steps),
+        "predicted_outside_steps": int(steps.predicted_outside.fillna(0).sum()),
     }
 
 

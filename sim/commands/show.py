@@ -144,6 +144,10 @@ def _figures_table(summary: Mapping[str, Any], clock: str) -> Table:
         f"{own['cached_prompt_tokens']:,} of {own['admitted_prompt_tokens']:,} prompt tokens "
         f"({_percent(own['cached_prompt_fraction'])})",
     )
+    if outside := own["predicted_outside_steps"]:
+        table.add_row(
+            "outside the measured region", f"{outside:,} of {own['steps']:,} steps: their times are guesses"
+        )
     if "spec_decode_acceptance_length" in summary:
         length, rate = summary["spec_decode_acceptance_length"], summary["spec_decode_acceptance_rate"]
         table.add_row("drafts accepted", f"{rate:.1f} % ({length:.2f} tokens per verification)")

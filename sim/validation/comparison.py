@@ -100,7 +100,8 @@ def compare_curves(run: MeasuredRun, simulated: SimulatedRun) -> tuple[float, di
     """(the constant shift of the measured clock in s that fits best, curve -> comparison); nothing without samples."""
     if run.curves is None:
         return 0.0, {}
-    found = [(shift, _curves_at(run.curves, simulated.curves, shift)) for shift in SHIFTS_S]
+    shifts = SHIFTS_S if run.curves_have_own_clock else [0.0]
+    found = [(float(shift), _curves_at(run.curves, simulated.curves, shift)) for shift in shifts]
     return min(found, key=lambda f: _misfit(f[1]))
 
 
@@ -128,6 +129,8 @@ def _curves_at(measured: pd.DataFrame, simulated: pd.DataFrame, shift_s: float) 
 
 def _misfit(curves: dict[str, CurveComparison]) -> float:
     """Relative to what was measured, so that no curve outweighs the others."""
+    if not curves:
+        return float("inf")
     return sum(c.mean_absolute_error / max(c.max_measured, 1) for c in curves.values())
 
 

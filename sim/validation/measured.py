@@ -41,6 +41,8 @@ class MeasuredRun:
     """0-based place of each request in the source, where that is a file of rows."""
     curves: pd.DataFrame | None = None
     """Columns time_s, running, waiting, kv_percent: samples of the queue; None where none were taken."""
+    curves_have_own_clock: bool = False
+    """They may lie a constant apart from the requests' times."""
 
 
 METRICS = ("ttft", "tpot", "e2e", "queue")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,13 +100,10 @@ def _request_lines(folder: Path) -> MeasuredRun:
             raise MeasuredRunError(f"{path}, row {number}: is not JSON ({e})") from e
         if not isinstance(row, dict):
             raise MeasuredRunError(f"{path}, row {number}: must be an object")
-        for name in _LLMSERVINGSIM:
-            if name not in row:
-                raise MeasuredRunError(f"{path}, row {number}: {name} is missing")
-        rows.append({ours: row[name] for name, ours in _LLMSERVINGSIM.items()})
+        rows.append(_measured_row(row, f"{path}, row {number}"))
     if not rows:
         raise MeasuredRunError(f"{path}: there are no requests")
-    frame = _on_one_clock(pd.DataFrame(rows).assign(row=range(len(rows))), path)
+    frame = _on_one_clock(pd.DataFrame(rows).assign(row=range(len(rows))))
     meta = _read_meta(folder / META)
     return MeasuredRun(
         source="requests.jsonl",
@@ -115,14 +113,13 @@ def _request_lines(folder: Path) -> MeasuredRun:
         engine=_engine_of_meta(meta),
         hardware=meta.get("hardware", {}).get("device_name"),
         curves=_series(folder / SERIES),
+        curves_have_own_clock=True,
     )
 
 
-def _on_one_clock(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+def _on_one_clock(frame: pd.DataFrame) -> pd.DataFrame:
     """Arrivals are of the client's clock, the rest of the engine's: joined where a request was queued soonest."""
     frame = frame.sort_values("arrival_s", kind="stable").reset_index(drop=True)
-    for name in ("arrival_s", *_CLOCK):
-        frame[name] = _numbers(frame, name, path)
     engine_behind_client_s = float((frame["queued_s"] - frame["arrival_s"]).min())
     origin_s = float(frame["arrival_s"].iloc[0])
     frame["arrival_s"] -= origin_s
@@ -131,18 +128,19 @@ def _on_one_clock(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     return frame
 
 
-def _numbers(frame: pd.DataFrame, name: str, path: Path) -> Any:
-    import pandas as pd
-
-    numbers = pd.to_numeric(frame[name], errors="coerce").to_numpy(dtype=np.float64)
-    bad = ~np.isfinite(numbers)
-    if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        raise MeasuredRunError(
-            f"{path}: {name} {frame[name].iloc[row]!r} of request {frame['request_id'].iloc[row]!r} "
-            "must be a number of seconds"
-        )
-    return numbers
+def _measured_row(row: dict[str, Any], place: str) -> dict[str, Any]:
+    """One request under our names. Raises MeasuredRunError with the field's own."""
+    for name, ours in _LLMSERVINGSIM.items():
+        if name not in row:
+            raise MeasuredRunError(f"{place}: {name} is missing")
+        if ours == "request_id":
+            continue
+        value, count = row[name], ours.endswith("_tokens")
+        is_number = isinstance(value, int if count else (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or (count and value < 1):
+            allowed = "a whole number of tokens, 1 or more" if count else "a number of seconds"
+            raise MeasuredRunError(f"{place}: {name} {value!r} must be {allowed}")
+    return {ours: row[name] for name, ours in _LLMSERVINGSIM.items()}
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
