@@ -149,12 +149,17 @@ def test_the_factor_that_the_first_half_needs_is_found(
 ) -> None:
     """Dense operators 1.25 times as slow as those of the run: the factor is 0.8, and the second half agrees."""
     slow = scaled_tables(tmp_path, 1.25)
-    code, found = compared(command, measured, slow, model, "--calibrate", "first-half")
+    saved = tmp_path / "calibrated.json"
+    code, found = compared(
+        command, measured, slow, model, "--calibrate", "first-half", "--save-profile", saved
+    )
     assert code == 0
     assert found["calibrated"]["value"] == pytest.approx(0.8, abs=0.005)
     assert set(found["parts"]) == {"all requests", "first half (fitted to)", "second half (tested)"}
     second = found["parts"]["second half (tested)"]
     assert abs(second["tpot"]["error_percent"]["mean"]) < 0.5
+    _, again = compared(command, measured, saved, model)
+    assert again["metrics"] == found["metrics"]
 
 
 def test_measured_lines_of_two_clocks(
@@ -271,6 +276,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
         ([tables], "is neither a run folder"),
         ([lines, "--workload", short], "has 39 requests, the run 40; they are joined row by row"),
         ([measured, "--max-ttft-error", "0"], "--max-ttft-error 0.0: must be above 0"),
+        ([measured, "--save-profile", "x.json"], "--save-profile goes with --calibrate first-half"),
         ([measured, "--noise-runs", "-1"], "--noise-runs -1: must be 0 or more"),
         ([measured, "--tensor-parallel-size", "2"], "--tensor-parallel-size 2: "),
         ([measured, "--num-gpu-blocks-override", "3"], "num_gpu_blocks 3"),

@@ -9,7 +9,6 @@ from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.roofline_source import StepSource
 from servetwin.sim.config import ASSUMED_NUM_GPU_BLOCKS
 from servetwin.sim.model_shape_reader import read_model_shape
-from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.profiles import KernelProfile, load_profile
 
 
@@ -20,14 +19,12 @@ def profile_source(flags: EngineFlags, path: Path) -> StepSource:
             f"--executor {path} needs --model FOLDER (its config.json says how many layers there are)"
         )
     profile, shape = load_profile(path), read_model_shape(flags.model)
-    factor = 1.0 if profile.calibrated is None else profile.calibrated.value
-    model = KernelStepModel(profile.times(), shape.num_layers, dense_scale=factor)
     assumed = []
     if flags.num_gpu_blocks_override is None:
         assumed.append(f"num_gpu_blocks {ASSUMED_NUM_GPU_BLOCKS} (`servetwin kv` says how many a card holds)")
     return StepSource(
         "profile",
-        model,
+        profile.step_model(shape.num_layers),
         flags.num_gpu_blocks_override or ASSUMED_NUM_GPU_BLOCKS,
         {
             "note": _note(profile, path),
@@ -48,4 +45,8 @@ def _note(profile: KernelProfile, path: Path) -> str:
     error = "its error was not checked (`servetwin fit` does)"
     if checked is not None:
         error = f"attention calls left out of the fit were {checked['mape_percent']:.1f} % off in the mean"
+    if profile.calibrated is not None:
+        error += (
+            f"; dense operators x {profile.calibrated.value:.4g}, calibrated on the {profile.calibrated.on}"
+        )
     return f"step times are sums of kernels measured on {on} ({path}); {error}; launches and the host take no time"

@@ -40,6 +40,13 @@ class ValidateFlags:
             "requests, and judge by the second half.",
         ),
     ] = "none"
+    save_profile: Annotated[
+        Path | None,
+        flag(
+            COMPARISON,
+            "Write the profile with the calibrated factor to this file, for `run --executor FILE`.",
+        ),
+    ] = None
     noise_runs: Annotated[
         int,
         count(

@@ -18,7 +18,7 @@ from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.model_shape_reader import read_model_shape
 from servetwin.sim.steptime.kernel_model import KernelStepModel
-from servetwin.sim.steptime.profiles import load_profile
+from servetwin.sim.steptime.profiles import Calibration, KernelProfile, load_profile, write_profile
 from servetwin.sim.validation.calibration import calibrate, first_half, second_half
 from servetwin.sim.validation.comparison import (
     Band,
@@ -96,7 +96,9 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
             raise UsageError(f"--max-{name}-error {percent}: must be above 0, in percent")
     if flags.noise_runs < 0:
         raise UsageError(f"--noise-runs {flags.noise_runs}: must be 0 or more")
-    model = step_model(flags)
+    _check_target(flags)
+    profile = load_profile(flags.profile)
+    model = _step_model(profile, flags)
     run = read_measured(path)
     engine, assumed = engine_of(run, flags)
     requests = requests_of(run, _prompts(run, path, flags.workload))
@@ -108,6 +110,8 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
             run, requests, engine, model, on_try=lambda f: say(f"simulating with factor {f:.4f}")
         )
         model = model.scaled(factor)
+        if flags.save_profile is not None:
+            _save(profile, factor, run, flags.save_profile)
     say(f"simulating {len(requests):,} requests")
     again = simulated(requests, engine, model)
     part = slice(None) if factor is None else second_half(run)
@@ -130,14 +134,30 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
     )
 
 
-def step_model(flags: ValidateFlags) -> KernelStepModel:
+def _check_target(flags: ValidateFlags) -> None:
+    if flags.save_profile is None:
+        return
+    if flags.calibrate == "none":
+        raise UsageError(
+            "--save-profile goes with --calibrate first-half, which gives the factor to be saved"
+        )
+    if flags.save_profile.exists() or not flags.save_profile.parent.is_dir():
+        raise UsageError(f"--save-profile {flags.save_profile}: must be a new file in a folder that exists")
+
+
+def _save(profile: KernelProfile, factor: float, run: MeasuredRun, path: Path) -> None:
+    on = f"mean TPOT of the first {first_half(run).stop} requests of {run.path}"
+    write_profile(profile.model_copy(update={"calibrated": Calibration(value=factor, on=on)}), path)
+    say(f"wrote {path}")
+
+
+def _step_model(profile: KernelProfile, flags: ValidateFlags) -> KernelStepModel:
     """The profile's step times for the model. Raises ValueErrors."""
     if flags.tensor_parallel_size != 1:
         raise UsageError(
             f"--tensor-parallel-size {flags.tensor_parallel_size}: the tables are of one card, and so must the run be"
         )
-    profile, shape = load_profile(flags.profile), read_model_shape(flags.model)
-    return KernelStepModel(profile.times(), shape.num_layers)
+    return profile.step_model(read_model_shape(flags.model).num_layers)
 
 
 def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, tuple[str, ...]]:

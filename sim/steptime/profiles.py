@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from servetwin.sim.config import explain
+from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.kernel_tables import ATTENTION_AXES, KernelTables, is_table_folder, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
 
@@ -24,14 +25,13 @@ class ProfileError(ValueError):
 
 
 class Calibration(BaseModel):
-    """A number that was fitted to one part of a measured run, on top of the profile."""
+    """The factor of the dense operators that was fitted to one part of a measured run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    what: str
     value: float
     on: str
-    """The part."""
+    """What it was fitted to."""
 
 
 class KernelProfile(BaseModel):
@@ -64,6 +64,11 @@ class KernelProfile(BaseModel):
             skew=None if skew is None else _columns(skew),
             errors=errors,
         )
+
+    def step_model(self, num_layers: int) -> KernelStepModel:
+        """For a model of so many layers, with the factor that was calibrated. Raises TableError."""
+        factor = 1.0 if self.calibrated is None else self.calibrated.value
+        return KernelStepModel(self.times(), num_layers, dense_scale=factor)
 
     def times(self) -> KernelTimes:
         """Raises TableError."""
