@@ -37,6 +37,8 @@ MAX_MODEL_LEN = 32
 VOCAB_SIZE = 160
 """Prompts hold these tokens, which every model here has."""
 TOLERANCE = 1e-4
+ROUNDING = 2e-5
+"""Of the largest logit, where that is more."""
 NEAR_TIES_PER_THOUSAND_TOKENS = 5
 LEAST_SHARE = 0.1
 """Of the examples, at least this share must preempt, hit the prefix cache, and abort; of those that schedule ahead,
@@ -372,11 +374,13 @@ def compare(run: Run, reference: PreTrainedModel, tally: Tally) -> None:
             continue
         prompt = run.prompts[req_id]
         expected = reference_logits(reference, [*prompt, *sampled[:-1]])[len(prompt) - 1 :]
-        torch.testing.assert_close(run.logits.of(req_id), expected, atol=TOLERANCE, rtol=0)
+        # Rounding of float32 is relative: the random models' logits go up to 11.
+        tolerance = max(TOLERANCE, ROUNDING * float(expected.abs().max()))
+        torch.testing.assert_close(run.logits.of(req_id), expected, atol=tolerance, rtol=0)
         best = expected.topk(2, dim=-1)
         parted = torch.tensor(sampled) != best.indices[:, 0]
         gap = best.values[:, 0] - best.values[:, 1]
-        assert not (parted & (gap >= TOLERANCE)).any(), (
+        assert not (parted & (gap >= tolerance)).any(), (
             f"{req_id}: {sampled}, not {best.indices[:, 0].tolist()}"
         )
         tally.tokens += len(sampled)
