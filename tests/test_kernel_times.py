@@ -23,7 +23,7 @@ from servetwin.sim.steptime.physical import PhysicalModel
 from servetwin.sim.steptime.plan_rows import PlanRow
 from servetwin.sim.steptime.ratio_grid import RatioGrid, filled
 from servetwin.sim.steptime.staircase import Staircase
-from servetwin.sim.steptime.table_check import check_tables
+from servetwin.sim.steptime.table_check import EVERY_FOURTH, check_tables
 
 CARDS = ("rtx4090_llama-3.1-8b", "rtxpro6000_llama-3.1-8b")
 
@@ -277,11 +277,13 @@ def test_decode_steps_are_padded_to_captured_sizes() -> None:
 def test_every_fourth_row_of_a_real_table_is_foretold(shared_data: Path, card: str) -> None:
     """Worst of four phases: attention within 2.5 %, dense operators within 1.5 %, a layer of them within 0.8 %."""
     checks = {
-        c.what: c for c in check_tables(read_tables(shared_data / "profiles" / card)) if "fourth" in c.name
+        c.what: c
+        for c in check_tables(read_tables(shared_data / "profiles" / card))
+        if c.name == EVERY_FOURTH
     }
     assert checks["attention"].errors.mape < 2.5
-    assert checks["dense operators"].errors.mape < 1.5
-    assert checks["dense operators of a layer together"].errors.mape < 0.8
+    assert checks["dense, each"].errors.mape < 1.5
+    assert checks["dense, all of a layer"].errors.mape < 0.8
     physical = checks["attention"].physical
     assert physical is not None
     assert physical.mape > 4 * checks["attention"].errors.mape

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from servetwin.sim.commands.errors import UsageError
@@ -72,14 +73,20 @@ def _about(tables: KernelTables) -> str:
 
 
 def _table(checks: Sequence[TableCheck]) -> Table:
-    table = Table(title="Errors on rows left out of the fit, in percent", title_justify="left")
-    for name in ("left out", "of"):
-        table.add_column(name)
-    for name in ("rows", "mean", "median", "P90", "P99", "bias", "physical model alone"):
+    table = Table(
+        title="Errors on rows left out of the fit, in percent",
+        caption="every 4th row: the worst of four places to begin at; physics: the mean error without interpolation",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=0,
+    )
+    table.add_column("left out", no_wrap=True)
+    for name in ("rows", "mean", "median", "P90", "P99", "bias", "physics"):
         table.add_column(name, justify="right")
     for check in checks:
         e = check.errors
         physical = "" if check.physical is None else f"{check.physical.mape:.1f}"
         figures = (f"{e.mape:.2f}", f"{e.median:.2f}", f"{e.p90:.1f}", f"{e.p99:.1f}", f"{e.bias:+.2f}")
-        table.add_row(check.name, check.what, f"{e.n:,}", *figures, physical)
+        table.add_row(f"{check.name}: {check.what}", f"{e.n:,}", *figures, physical)
     return table

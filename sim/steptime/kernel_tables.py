@@ -91,7 +91,7 @@ def _read(folder: Path, name: str, axes: tuple[str, ...], key: str | None = None
         raise TableError(f"{path}: there are no rows")
     columns = [*([key] if key else []), *axes]
     # Measured more than once: the median, as for repetitions of one measurement.
-    return frame.groupby(columns, sort=False, as_index=False)["time_us"].median()
+    return frame.groupby(columns, sort=False)[["time_us"]].median().reset_index()
 
 
 def _csv(path: Path) -> pd.DataFrame:

@@ -80,7 +80,9 @@ def _between_neighbours(nodes: Floats, coordinates: Floats, axis: int) -> Floats
     first, last = np.where(both, before, 0), np.where(both, behind, count - 1)
     share = (coordinates - coordinates[first]) / (coordinates[last] - coordinates[first])
     values = np.take_along_axis(lines, first, -1), np.take_along_axis(lines, last, -1)
-    return np.moveaxis(np.where(both, values[0] + share * (values[1] - values[0]), np.nan), -1, axis)
+    estimates = np.where(both, values[0] + share * (values[1] - values[0]), np.nan)
+    in_place: Floats = np.moveaxis(estimates, -1, axis)
+    return in_place
 
 
 def _expected_error(errors: Floats) -> Floats:

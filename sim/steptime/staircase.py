@@ -42,7 +42,8 @@ class Staircase:
 
 def _at(x: Floats, y: Floats, wanted: Floats, tile: int | None) -> Floats:
     if len(x) == 1:
-        return y[0] * np.maximum(wanted / x[0], 1)
+        grown: Floats = y[0] * np.maximum(wanted / x[0], 1)
+        return grown
     right = np.clip(np.searchsorted(x, wanted), 1, len(x) - 1)
     left = right - 1
     share = (wanted - x[left]) / (x[right] - x[left])

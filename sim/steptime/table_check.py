@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 PHASES = 4
+EVERY_FOURTH = "every 4th row"
+"""The worst of the four places to begin at."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ def _attention(rows: pd.DataFrame) -> Iterator[TableCheck]:
     worst = max((p for p in phases if p), key=lambda p: _mape(p, lambda kind: True), default=None)
     if worst is None:
         return
-    yield _checked("every fourth row, worst of 4 phases", "attention", worst, lambda kind: True)
+    yield _checked(EVERY_FOURTH, "attention", worst, lambda kind: True)
     for regime in REGIMES:
         yield from _if_any(_regime_check(phases, regime))
     sizes = np.unique(rows["prefill_chunk"])
     lines = [_left_out(rows, (rows["prefill_chunk"] == size).to_numpy()) for size in sizes[2:-1]]
     for size, line in zip(sizes[2:-1], lines, strict=True):
         if line is not None:
-            yield _checked(f"no rows with chunks of {size:g} tokens", "attention", line, lambda kind: True)
+            yield _checked(f"chunks of {size:g} tokens", "attention", line, lambda kind: True)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _regime_check(phases: list[_LeftOut | None], regime: str) -> TableCheck | No
     if not some:
         return None
     worst = max(some, key=lambda p: _mape(p, chosen))
-    return _checked("every fourth row, worst of 4 phases", f"{regime} attention", worst, chosen)
+    return _checked(EVERY_FOURTH, f"{regime} attention", worst, chosen)
 
 
 def _checked(name: str, what: str, rows: _LeftOut, chosen: Callable[[str], bool]) -> TableCheck:
@@ -115,11 +117,11 @@ def _if_any(check: TableCheck | None) -> Iterator[TableCheck]:
 def _dense(tables: KernelTables) -> Iterator[TableCheck]:
     """Operators one by one, and all of a layer together: what a step is made of."""
     phases = [_dense_phase(tables, phase) for phase in range(PHASES)]
-    for what in ("dense operators", "dense operators of a layer together"):
+    for what in ("dense, each", "dense, all of a layer"):
         errors = [phase[what] for phase in phases if what in phase]
         if errors:
             worst = max(errors, key=lambda e: e.mape)
-            yield TableCheck("every fourth row, worst of 4 phases", what, worst)
+            yield TableCheck(EVERY_FOURTH, what, worst)
 
 
 def _dense_phase(tables: KernelTables, phase: int) -> dict[str, Errors]:
@@ -144,8 +146,8 @@ def _dense_phase(tables: KernelTables, phase: int) -> dict[str, Errors]:
 def _both(each: list[tuple[Floats, Floats]], together: dict[float, list[float]]) -> dict[str, Errors]:
     found = {}
     if each:
-        found["dense operators"] = Errors.of(*(np.concatenate(part) for part in zip(*each, strict=True)))
+        found["dense, each"] = Errors.of(*(np.concatenate(part) for part in zip(*each, strict=True)))
     if together:
         sums = np.array(list(together.values()))
-        found["dense operators of a layer together"] = Errors.of(sums[:, 0], sums[:, 1])
+        found["dense, all of a layer"] = Errors.of(sums[:, 0], sums[:, 1])
     return {what: errors for what, errors in found.items() if errors is not None}

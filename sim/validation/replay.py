@@ -52,17 +52,19 @@ def requests_of(run: MeasuredRun, prompts: Sequence[RequestSpec] | None) -> list
         raise MeasuredRunError(
             f"the workload has {len(prompts):,} requests, the run {len(rows):,}: they are joined row by row"
         )
-    specs = []
-    for place, row in enumerate(rows.itertuples(index=False)):
-        spec = RequestSpec(
-            request_id=str(row.request_id),
-            arrival_s=float(row.arrival_s),
-            prompt_tokens=int(row.prompt_tokens),
-            output_tokens=int(row.output_tokens),
-            **({} if prompts is None else _prompt(prompts[place], place, int(row.prompt_tokens))),
+    columns = (rows[name].tolist() for name in ("request_id", "arrival_s", "prompt_tokens", "output_tokens"))
+    return [
+        RequestSpec(
+            request_id=str(request_id),
+            arrival_s=float(arrival_s),
+            prompt_tokens=int(prompt_tokens),
+            output_tokens=int(output_tokens),
+            **({} if prompts is None else _prompt(prompts[place], place, int(prompt_tokens))),
         )
-        specs.append(spec)
-    return specs
+        for place, (request_id, arrival_s, prompt_tokens, output_tokens) in enumerate(
+            zip(*columns, strict=True)
+        )
+    ]
 
 
 def _prompt(spec: RequestSpec, place: int, prompt_tokens: int) -> dict[str, Any]:
