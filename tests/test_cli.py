@@ -425,7 +425,8 @@ def test_decide_refuses_what_can_never_run(
         ([*CONSTANT, "--scheduling-policy", "lifo"], "lifo"),
         (
             ["--executor", "nonsense"],
-            "--executor 'nonsense' is not known; allowed: constant (with --step-time-s), roofline (with --gpu), torch",
+            "--executor 'nonsense' is not known; allowed: constant (with --step-time-s), roofline (with --gpu), "
+            "the file or folder of a profile, recorded:RUN, torch",
         ),
         (["--executor", "json:nothing"], "has no attribute 'nothing'"),
         (["--executor", "no.such.module:x"], "needs the module 'no'"),

@@ -339,7 +339,7 @@ def test_fit_shows_the_errors_of_what_it_left_out(command: Command, tables: Path
         "decode attention",
         "chunks of 64 tokens",
         "dense, each",
-        "physical",
+        "physics",
         "P99",
     ):
         assert word in out

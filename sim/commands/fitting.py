@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -24,7 +25,8 @@ def carry_out(folder: Path, out: Path | None, *, overwrite: bool, json: bool) ->
     KernelTimes.of(tables)
     checks = check_tables(tables)
     if out is not None:
-        write_profile(KernelProfile.of(tables, [check.to_json() for check in checks]), out)
+        errors, today = [check.to_json() for check in checks], date.today().isoformat()
+        write_profile(KernelProfile.of(tables, errors, today), out)
     if json:
         print_json(_as_json(tables, checks, out))
         return 0

@@ -5,7 +5,6 @@ A profile is one JSON file (`servetwin fit ... -o FILE`); a folder of per-kernel
 
 from __future__ import annotations
 
-from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -43,7 +42,8 @@ class KernelProfile(BaseModel):
     kind: Literal["kernels"] = "kernels"
     about: dict[str, Any]
     """Card, model, versions, date."""
-    written: str
+    written: str | None = None
+    """The day of the fit; None for a folder of tables."""
     attention: Columns
     dense: dict[str, Columns]
     per_sequence: dict[str, Columns]
@@ -53,11 +53,11 @@ class KernelProfile(BaseModel):
     calibrated: Calibration | None = None
 
     @classmethod
-    def of(cls, tables: KernelTables, errors: list[dict[str, Any]]) -> Self:
+    def of(cls, tables: KernelTables, errors: list[dict[str, Any]], written: str | None = None) -> Self:
         skew = None if tables.skew is None else tables.skew[["n", "ratio", "pc", "alpha"]]
         return cls(
             about=tables.about,
-            written=date.today().isoformat(),
+            written=written,
             attention=_columns(tables.attention[[*ATTENTION_AXES, "time_us"]]),
             dense={name: _columns(rows) for name, rows in tables.dense.items()},
             per_sequence={name: _columns(rows) for name, rows in tables.per_sequence.items()},

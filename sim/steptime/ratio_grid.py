@@ -98,7 +98,8 @@ def _expected_error(errors: Floats) -> Floats:
         shape = [1] * errors.ndim
         shape[axis] = count
         expected = expected + np.log(np.maximum(at_place, SMALLEST_ERROR) / mean).reshape(shape)
-    return np.maximum(np.exp(expected), SMALLEST_ERROR)
+    errors_expected: Floats = np.maximum(np.exp(expected), SMALLEST_ERROR)
+    return errors_expected
 
 
 def _with_nearest(nodes: Floats) -> Floats:
