@@ -134,7 +134,8 @@ def _read_skew(folder: Path) -> pd.DataFrame | None:
             raise TableError(f"{path}: there is no column {column!r}")
     # Where mean and longest take the same time, alpha is not defined.
     defined = np.isfinite(frame[["n", "ratio", "pc", "alpha"]].to_numpy(dtype=np.float64)).all(axis=1)
-    return frame[defined].reset_index(drop=True)
+    usable: pd.DataFrame = frame.loc[defined].reset_index(drop=True)
+    return usable
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
