@@ -193,6 +193,9 @@ def test_serve_answers_and_ends_with_its_child(tmp_path: Path) -> None:
         f"import sys; from servetwin.dashboard.launch import serve; sys.exit(serve([{str(run)!r}], {port}))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        said = any(f"http://127.0.0.1:{port}" in line for line in parent.stderr)
+        assert said, "the server ended without saying its address"
         for _ in range(300):
             if healthy(port) or parent.poll() is not None:
                 break
@@ -200,6 +203,4 @@ def test_serve_answers_and_ends_with_its_child(tmp_path: Path) -> None:
         assert healthy(port)
         parent.send_signal(signal.SIGTERM)
         assert parent.wait(30) == 0
-        assert parent.stderr is not None
-        assert f"http://127.0.0.1:{port}" in parent.stderr.read()
     assert not healthy(port)
