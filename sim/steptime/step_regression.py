@@ -100,7 +100,7 @@ class StepRegression:
         return np.where(features.new_tokens > 0, np.rint(us * 1e3), 0).astype(np.int64)
 
     def outside(self, features: StepFeatures) -> Bools:
-        """Which steps [n] lie beyond what was measured in some coordinate. Below the least that was, launching rules."""
+        """Which steps [n] lie beyond what was measured in some coordinate. Below the least, launching rules."""
         beyond: Bools = (coordinates(features) > np.array(self.highest) + 1e-9).any(axis=1)
         return beyond
 
@@ -119,7 +119,12 @@ class StepRegression:
             return None
         neighbours = min(NEIGHBOURS, len(centres))
         return RBFInterpolator(
-            centres, np.array(self.log_ratios), neighbors=neighbours, smoothing=SMOOTHING, kernel="linear", degree=0
+            centres,
+            np.array(self.log_ratios),
+            neighbors=neighbours,
+            smoothing=SMOOTHING,
+            kernel="linear",
+            degree=0,
         )
 
 
@@ -131,12 +136,14 @@ def _merged(places: Floats, ratios: Floats) -> tuple[Floats, Floats]:
         from scipy.cluster.vq import kmeans2
 
         distinct, which = kmeans2(places, MOST_CENTRES, minit="++", seed=0)
-    medians = np.array([np.median(ratios[which == i]) if (which == i).any() else np.nan for i in range(len(distinct))])
+    medians = np.array(
+        [np.median(ratios[which == i]) if (which == i).any() else np.nan for i in range(len(distinct))]
+    )
     kept = ~np.isnan(medians)
     return distinct[kept], medians[kept]
 
 
 def regimes_of(features: StepFeatures) -> Sequence[str]:
-    """"prefill", "decode" or "mixed" for each step."""
+    """ "prefill", "decode" or "mixed" for each step."""
     prefill, decode = features.prefill_rows > 0, features.decode_rows > 0
     return np.select([prefill & decode, prefill], ["mixed", "prefill"], "decode").tolist()

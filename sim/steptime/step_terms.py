@@ -47,5 +47,12 @@ def coordinates(features: StepFeatures) -> Floats:
     f = features
     mean_context = f.decode_context_tokens / np.maximum(f.decode_rows, 1)
     history = f.prefill_context_tokens / np.maximum(f.prefill_rows, 1)
-    columns = [f.decode_rows, mean_context, f.decode_context_max_tokens, f.prefill_tokens, f.prefill_rows, history]
+    columns = [
+        f.decode_rows,
+        mean_context,
+        f.decode_context_max_tokens,
+        f.prefill_tokens,
+        f.prefill_rows,
+        history,
+    ]
     return np.log1p(np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1))
