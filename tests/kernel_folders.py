@@ -57,7 +57,8 @@ def write_tables(folder: Path) -> Path:
 
 def write_skew(folder: Path, alpha: float = 0.25) -> None:
     """Unequal rows cost this part of the way from the mean to the longest."""
-    rows = [(n, 1 / n, pc, alpha) for n in (8, 16) for pc in (0, 64)]
+    rows: list[tuple[object, ...]] = [(n, 1 / n, pc, alpha) for n in (8, 16) for pc in (0, 64)]
+    rows.append((8, 1 / 8, 0, "nan"))
     write_csv(folder / "skew.csv", "n,ratio,pc,alpha", rows)
 
 

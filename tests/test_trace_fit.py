@@ -654,3 +654,11 @@ def test_an_existing_model_is_kept_unless_told_otherwise(made_up, tmp_path, capf
     assert "--overwrite" in capfd.readouterr().err and model.read_text() == "mine"
     assert command_line(["trace", "fit", str(made_up), "-o", str(model), "--overwrite"]) == 0
     assert isinstance(load_model(model), FittedModel)
+
+
+def test_a_handful_of_values_tells_nothing():
+    """Two gaps are alike to any others, by a test that speaks of chance."""
+    requests = [
+        RequestSpec(request_id=f"{i}", arrival_s=float(i), prompt_tokens=9, output_tokens=9) for i in range(3)
+    ]
+    assert two_sample(requests, requests)["gaps_s"].verdict == "unknown"

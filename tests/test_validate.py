@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from kernel_folders import write_csv, write_model, write_tables
+from kernel_folders import write_csv, write_model, write_skew, write_tables
 
 from servetwin.sim.cli import run
 from servetwin.sim.runs import read_run
@@ -305,6 +305,7 @@ def test_fit_writes_a_profile_that_serves_as_the_tables_do(
     command: Command, tmp_path: Path, tables: Path, model: Path, workload: Path
 ) -> None:
     profile = tmp_path / "profile.json"
+    write_skew(tables)
     code, out, _ = command("fit", tables, "-o", profile, "--json")
     assert code == 0
     report = json.loads(out)

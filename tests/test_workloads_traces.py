@@ -22,6 +22,8 @@ from servetwin.workloads import (
     to_jsonl,
     write_jsonl,
 )
+from servetwin.workloads.spec import ArgumentError
+from servetwin.workloads.traces.options import ReadOptions
 
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 GOOD_ROW = "2023-11-16 18:15:46.6805900,374,44"
@@ -494,3 +496,9 @@ def test_a_name_that_is_both_is_refused_and_a_path_is_always_a_file(tmp_path, mo
     with pytest.raises(WorkloadError, match=r"'chat': is a preset and a file here; the file is \./chat"):
         open_workload("chat")
     assert len(open_workload("./chat")) == len(open_workload(Path("chat"))) == 1
+
+
+def test_one_field_is_mapped_once() -> None:
+    """`arrival` and `arrival_s` are one field."""
+    with pytest.raises(ArgumentError, match="arrival_s is mapped already, to ts"):
+        ReadOptions(columns={"arrival": "ts", "arrival_s": "ts2"})

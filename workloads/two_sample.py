@@ -38,6 +38,8 @@ POINTS_ALIKE, POINTS_CLOSE = 3.0, 8.0
 CORRELATION_ALIKE, CORRELATION_CLOSE = 0.05, 0.15
 PREFIX_PROMPTS = 20_000
 """The first ones, at most, of which prefix reuse is compared."""
+MIN_VALUES = 8
+"""Of each set: fewer of them tell no distributions apart."""
 MIN_SPAN_S = 10.0
 """Needed for an index of dispersion at 1 s."""
 
@@ -207,6 +209,8 @@ def _distributions(name: str, values: Pair[Values]) -> Comparison:
     a, b = values
     first, second = (None if one is None else float(one.mean()) for one in values)
     if a is None or b is None:
+        return Comparison(name, first, second, "unknown")
+    if min(len(a), len(b)) < MIN_VALUES:
         return Comparison(name, first, second, "unknown")
     statistic, p = kolmogorov_smirnov(a, b)
     verdict: Verdict = "alike" if p >= P_ALIKE else _graded(statistic, KS_ALIKE, KS_CLOSE)

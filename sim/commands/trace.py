@@ -33,7 +33,8 @@ COMMANDS = {
     ),
     "merge": (
         "Put several traces on one clock, as if their clients used one engine.",
-        "Each starts at second 0. Request and session ids that an earlier trace has, too, get @2, @3 ... behind them. "
+        "Each starts at second 0 (a foreign trace with its first request; our own formats keep their clock). Request "
+        "and session ids that an earlier trace has, too, get @2, @3 ... behind them. "
         "Prefix ids are numbered anew, so that traces share none, unless --shared-prefixes. The flags of reading hold "
         "for all of them whose format has a use for them.",
     ),

@@ -43,6 +43,10 @@ def scale(
     reached = "" if rate is None else f" reaches rate {rate:g} requests/s{turns}"
     also = [what for name, what in _ALSO.items() if making.requests.has(name)]
     making.note(f"speed-up {factor:.6g}{reached}: {' and '.join(['arrivals', *also])} divided by it")
+    if making.arrivals == "first turns":
+        making.note(
+            "later turns are sent when the turn before has ended, so a run serves them later than this rate counts them"
+        )
     making.result = {"speed_up": factor}
     return finish(making, write)
 

@@ -40,6 +40,7 @@ def to_json(found: Validation) -> dict[str, Any]:
     return {
         "run": found.run.path,
         "source": found.run.source,
+        "hardware": found.run.hardware,
         "requests": len(found.run.requests),
         "engine": found.engine.model_dump(mode="json"),
         "assumed": list(found.assumed),

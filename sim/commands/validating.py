@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ class Validation:
     simulated: SimulatedRun
     outside_steps: int
     thresholds: dict[str, float]
-    notes: list[str] = field(default_factory=list)
 
     @property
     def missed(self) -> list[str]:

@@ -132,7 +132,10 @@ def _read_skew(folder: Path) -> pd.DataFrame | None:
     for column in ("n", "ratio", "pc", "alpha"):
         if column not in frame.columns:
             raise TableError(f"{path}: there is no column {column!r}")
-    return frame
+    # Where mean and longest take the same time, alpha is not defined.
+    defined = np.isfinite(frame[["n", "ratio", "pc", "alpha"]].to_numpy(dtype=np.float64)).all(axis=1)
+    usable: pd.DataFrame = frame.loc[defined].reset_index(drop=True)
+    return usable
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

@@ -209,13 +209,11 @@ def _bench_result(path: Path) -> MeasuredRun:
     frame["queued_s"] = frame["first_scheduled_s"] = np.nan
     frame["row"] = range(len(frame))
     served = frame[frame["output_tokens"] > 0].sort_values("arrival_s", kind="stable").reset_index(drop=True)
-    engine = {"max_concurrency": result.get("max_concurrency")}
     return MeasuredRun(
         source="vllm bench serve",
         path=str(path),
         requests=_checked(served, path),
         rows=served["row"].tolist(),
-        engine={name: value for name, value in engine.items() if value is not None},
     )
 
 

@@ -56,7 +56,15 @@ class ReadOptions:
         """Raises ArgumentError for a value that no format could use."""
         # The field is in seconds; what is mapped onto it need not be.
         renamed = {"arrival": "arrival_s", "think_time": "think_time_s"}
-        object.__setattr__(self, "columns", {renamed.get(k, k): v for k, v in self.columns.items()})
+        columns: dict[str, str] = {}
+        for name, column in self.columns.items():
+            ours = renamed.get(name, name)
+            if ours in columns:
+                raise ArgumentError(
+                    "columns", f"{name}={column}: {ours} is mapped already, to {columns[ours]}"
+                )
+            columns[ours] = column
+        object.__setattr__(self, "columns", columns)
         if self.time_unit is not None and self.time_unit not in NS_PER:
             raise ArgumentError("time_unit", f"{self.time_unit!r}: must be one of {', '.join(NS_PER)}")
         for name in ("block_size", "output_tokens"):

@@ -57,6 +57,12 @@ def time_ns(field: str, value: object, unit: TimeUnit) -> int:
         return round(value * NS_PER[unit])
     if isinstance(value, int) and is_int(value) and 0 <= value * NS_PER[unit] <= MAX_TIME_NS:
         return value * NS_PER[unit]
+    if isinstance(value, (int, float)) and 0 < value < math.inf:
+        raise Damage(
+            field,
+            value,
+            f"a time of at most {MAX_TIME_NS // NS_PER[unit]:,} {unit} (--time-unit: another unit)",
+        )
     raise Damage(field, value, f"a finite time in {unit}, 0 or more")
 
 
