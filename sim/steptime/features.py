@@ -39,6 +39,10 @@ class StepFeatures:
         """Of steps one by one."""
         return cls(*np.array(shapes, dtype=np.int64).reshape(-1, len(StepShape._fields)).T)
 
+    def where(self, chosen: Bools) -> StepFeatures:
+        """Some of the steps."""
+        return StepFeatures(*(getattr(self, name)[chosen] for name in StepShape._fields))
+
     def __len__(self) -> int:
         return len(self.new_tokens)
 

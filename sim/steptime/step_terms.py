@@ -1,0 +1,58 @@
+"""What the time of a whole step is made of, as terms that more work can only enlarge."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from servetwin.sim.steptime.features import Ints, StepFeatures
+
+Floats = NDArray[np.float64]
+KNOTS = (4, 16, 64, 256, 1024)
+"""Tokens from which on a further slope may set in: weights are read once a step, and from some batch on products take
+longer than reading."""
+
+
+def device_terms(features: StepFeatures, tokens: Ints) -> Floats:
+    """[n, terms]: launch, tokens (with slopes that set in later), rows, logits, KV and pairs of attention.
+
+    `tokens`: those that are computed, the padding of a captured graph included.
+    """
+    f, computed = features, tokens.astype(np.float64)
+    chunk_pairs = f.prefill_pairs - f.prefill_tokens**2 / (2 * np.maximum(f.prefill_rows, 1))
+    columns = [
+        np.ones(len(f)),
+        computed,
+        *(np.maximum(computed - knot, 0) for knot in KNOTS),
+        f.rows,
+        f.logits_rows,
+        f.decode_context_tokens,
+        # A batch ends with its longest row where rows are spread over threads or multiprocessors.
+        f.decode_context_max_tokens,
+        chunk_pairs,
+        f.prefill_context_tokens,
+    ]
+    return np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
+
+
+def host_terms(features: StepFeatures) -> Floats:
+    """[n, terms] of the host's work around a step: a constant, per row, per new request, per token of prompts."""
+    f = features
+    columns = [np.ones(len(f)), f.rows, f.new_requests, f.prefill_tokens]
+    return np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
+
+
+def coordinates(features: StepFeatures) -> Floats:
+    """[n, 6], logarithms: where in the space of shapes a step lies."""
+    f = features
+    mean_context = f.decode_context_tokens / np.maximum(f.decode_rows, 1)
+    history = f.prefill_context_tokens / np.maximum(f.prefill_rows, 1)
+    columns = [
+        f.decode_rows,
+        mean_context,
+        f.decode_context_max_tokens,
+        f.prefill_tokens,
+        f.prefill_rows,
+        history,
+    ]
+    return np.log1p(np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1))
