@@ -22,6 +22,7 @@ and the ledger know it, but never run. Attention then reads whatever the cache h
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ MIXED_CHUNKS = (128, 512, 2048)
 MIXED_BATCHES = (8, 64)
 MIXED_CONTEXT = 1024
 WARM_UPS = 2
+_Timed = tuple[tuple[int, int, int], int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +115,19 @@ def _skewed(batch: int, mean: int) -> tuple[int, ...]:
     return (SKEW * mean,) + ((batch - SKEW) * mean // (batch - 1),) * (batch - 1)
 
 
-def measure_point(runner: ModelRunner, point: GridPoint, repetitions: int) -> dict[str, Any]:
+def measure_point(
+    runner: ModelRunner, point: GridPoint, repetitions: int, budget_s: float = math.inf
+) -> dict[str, Any]:
     """Runs the step `repetitions` times after a warm-up; gives its row. The runner must hold no request.
 
-    Raises PlanError for a point that the runner cannot run (see `GridLimits.allow`).
+    `budget_s`: a step that takes long is repeated less often, but once. Raises PlanError for a point that the runner cannot run (see `GridLimits.allow`).
     """
     block_size = runner.states.block_table.block_size
     req_ids = [f"profiled {i}" for i in range(len(point.query_lens))]
     runner.prepare(_admission(req_ids, point, block_size))
     step = _step(req_ids, point)
     try:
-        timed = [_timed(runner, step) for _ in range(WARM_UPS + repetitions)][WARM_UPS:]
+        timed = _repeated(runner, step, repetitions, budget_s)
     finally:
         runner.prepare(_farewell(req_ids))
     prepare, forward, device = np.array([times_ns for times_ns, _ in timed]).T / 1e3
@@ -143,7 +147,15 @@ def measure_point(runner: ModelRunner, point: GridPoint, repetitions: int) -> di
     }
 
 
-def _timed(runner: ModelRunner, plan: SchedulerOutput) -> tuple[tuple[int, int, int], int | None]:
+def _repeated(runner: ModelRunner, plan: SchedulerOutput, repetitions: int, budget_s: float) -> list[_Timed]:
+    timed: list[_Timed] = []
+    deadline = time.perf_counter() + budget_s
+    while len(timed) < WARM_UPS + repetitions and (len(timed) < 2 or time.perf_counter() < deadline):
+        timed.append(_timed(runner, plan))
+    return timed[min(WARM_UPS, len(timed) - 1) :]
+
+
+def _timed(runner: ModelRunner, plan: SchedulerOutput) -> _Timed:
     """((prepare, forward, forward and sampling) in ns, graph_tokens) of one repetition; its tokens are thrown away."""
     clock = stopwatch_for(runner.loaded.device, num_marks=3)
     start_ns = time.perf_counter_ns()

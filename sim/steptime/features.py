@@ -58,6 +58,12 @@ class StepModel(Protocol):
         ...
 
 
+def regimes_of(features: StepFeatures) -> NDArray[np.str_]:
+    """ "prefill", "decode" or "mixed" for each step, [n]."""
+    prefill, decode = features.prefill_rows > 0, features.decode_rows > 0
+    return np.where(prefill & decode, "mixed", np.where(prefill, "prefill", "decode"))
+
+
 def shape_of(rows: Sequence[PlanRow], new_requests: int = 0) -> StepShape:
     """The shape of one step from the rows of its plan, `new_requests` of which were admitted."""
     decode_rows = decode_context = decode_longest = logits_rows = 0

@@ -35,8 +35,8 @@ def device_terms(features: StepFeatures, tokens: Ints) -> Floats:
     return np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
 
 
-def host_terms(features: StepFeatures) -> Floats:
-    """[n, terms] of the host's work around a step: a constant, per row, per new request, per token of prompts."""
+def prepare_terms(features: StepFeatures) -> Floats:
+    """[n, terms] of the worker's own time before a step: constant, rows, new requests, prompt tokens."""
     f = features
     columns = [np.ones(len(f)), f.rows, f.new_requests, f.prefill_tokens]
     return np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
@@ -56,3 +56,19 @@ def coordinates(features: StepFeatures) -> Floats:
         history,
     ]
     return np.log1p(np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1))
+
+
+def extent(features: StepFeatures) -> Floats:
+    """[n, 8]: how much of everything there is in a step, by which the measured region is bounded."""
+    f = features
+    columns = [
+        f.rows,
+        f.decode_rows,
+        f.decode_context_tokens,
+        f.decode_context_max_tokens,
+        f.prefill_tokens,
+        f.prefill_rows,
+        f.prefill_pairs,
+        f.prefill_context_tokens,
+    ]
+    return np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
