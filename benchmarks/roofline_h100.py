@@ -34,18 +34,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from servetwin.sim.cards import find_card
-from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
-from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from servetwin.sim.kv_sizing import KVSettings, cache_on
 from servetwin.sim.model_shape import ModelShape
 from servetwin.sim.quantization import Quantization
-from servetwin.sim.simulation import simulate
-from servetwin.sim.steptime.modelled import ModelledStepTimer
 from servetwin.sim.steptime.roofline import RooflineStepModel
-from servetwin.sim.token_source import TokenSource
-from servetwin.workloads import ListWorkload, RequestSpec
+from servetwin.sim.validation.replay import simulated
+from servetwin.workloads import RequestSpec
 
 TABLE = Path(os.environ.get("SERVETWIN_DATA", "../shared")) / "profiles" / "vllm_measured_h100.csv"
 SHAPES = {
@@ -139,24 +137,12 @@ def predict(row: Row) -> Result:
         RequestSpec(request_id=f"r{i}", arrival_s=0.0, prompt_tokens=row.isl, output_tokens=row.osl)
         for i in range(len(row.round_weights) * row.batch_size)
     ]
-    tokens, log = TokenSource(engine.model.vocab_size), MemorySink()
     model = RooflineStepModel(row.shape, find_card("H100"), tensor_parallel_size=row.tp)
-    simulate(
-        RunConfig(engine=engine, executor="roofline"),
-        ListWorkload(requests),
-        ModelledStepTimer(model, tokens, "roofline"),
-        EventLog(log, log_blocks=False),
-        tokens=tokens,
-        plan_tokens=False,
-        log_blocks=False,
-        max_concurrency=row.batch_size,
-    )
-    return _means(row, log)
+    return _means(row, simulated(requests, engine, model, max_concurrency=row.batch_size).requests)
 
 
-def _means(row: Row, log: MemorySink) -> Result:
+def _means(row: Row, requests: pd.DataFrame) -> Result:
     """Over all rounds; TTFT from the sending, TPOT after the first token."""
-    requests = log.requests
     weights = np.array(row.round_weights)[requests.request_id.str[1:].astype(int) // row.batch_size]
     ttft_s = np.average(requests.first_token_s - requests.sent_s, weights=weights)
     tpot_s = np.average((requests.last_token_s - requests.first_token_s) / (row.osl - 1), weights=weights)

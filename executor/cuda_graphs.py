@@ -24,9 +24,7 @@ from servetwin.executor.forward_context import ForwardContext
 from servetwin.executor.input_batch import PADDING_SLOT, InputBatch
 from servetwin.executor.kv_cache import KVCache
 from servetwin.executor.packed_model import PackedModel
-
-MAX_DEFAULT_SIZE = 512
-"""Largest size that is captured unless others are asked for (vLLM 0.22.0)."""
+from servetwin.sim.cuda_graph_sizes import cuda_graph_sizes
 
 Call = Callable[[], Tensor]
 
@@ -85,16 +83,12 @@ def capture_sizes(
     sizes: Sequence[int] | None = None,
     max_size: int | None = None,
 ) -> tuple[int, ...]:
-    """The sizes to capture, ascending, by vLLM 0.22.0's rule: `sizes`, else 1, 2, 4, then steps of 8, from 256 of 16.
+    """The sizes to capture, ascending: those of vLLM (`cuda_graph_sizes`, same arguments) as far as decode batches go.
 
-    `max_size`: the largest of the default sizes (None: twice `max_num_seqs`, at most 512). None is above
-    `max_num_batched_tokens`. Unlike there, sizes above the first one that holds `max_num_seqs` are left out: only
-    decode batches are replayed, so nothing would use them.
+    Unlike there, sizes above the first one that holds `max_num_seqs` are left out: only decode batches are replayed, so
+    nothing would use them.
     """
-    if sizes is None:
-        limit = min(2 * max_num_seqs, MAX_DEFAULT_SIZE) if max_size is None else max_size
-        sizes = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, limit + 1, 16)) if size <= limit]
-    ascending = [size for size in sorted({*sizes}) if size <= max_num_batched_tokens]
+    ascending = cuda_graph_sizes(max_num_seqs, max_num_batched_tokens, sizes, max_size)
     return tuple(size for i, size in enumerate(ascending) if i == 0 or ascending[i - 1] < max_num_seqs)
 
 

@@ -15,7 +15,7 @@ from servetwin.sim.contract import StepShape
 from servetwin.sim.steptime.attention_times import AttentionTimes
 from servetwin.sim.steptime.features import StepFeatures, shape_of
 from servetwin.sim.steptime.fit import fit_tables
-from servetwin.sim.steptime.graph_sizes import padded_tokens
+from servetwin.sim.steptime.graph_sizes import graph_tokens, padded_tokens
 from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.kernel_tables import ATTENTION_AXES, TableError, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
@@ -265,9 +265,30 @@ def test_a_step_beyond_the_tables_is_told(times: KernelTimes) -> None:
     assert [bool(model.outside(f)[0]) for f in beyond] == [True] * 4
 
 
-def test_decode_steps_are_padded_to_captured_sizes() -> None:
-    shapes = [shape_of([decode(9)] * n) for n in (1, 2, 3, 5)] + [shape_of([decode(9), chunk(3, 0)])]
-    assert padded_tokens(StepFeatures.of(shapes), (1, 2, 4)).tolist() == [1, 2, 4, 5, 4]
+def test_steps_are_padded_to_captured_sizes() -> None:
+    """With and without prompts in them, as far as a size holds them."""
+    shapes = [shape_of([decode(9)] * n) for n in (0, 1, 2, 3, 5)] + [shape_of([decode(9), chunk(2, 0)])]
+    steps = StepFeatures.of(shapes)
+    assert padded_tokens(steps, (1, 2, 4)).tolist() == [0, 1, 2, 4, 5, 4]
+    assert graph_tokens(steps, (1, 2, 4)).tolist() == [0, 1, 2, 4, 0, 4]
+    assert padded_tokens(steps, ()).tolist() == [0, 1, 2, 3, 5, 3]
+    assert graph_tokens(steps, ()).tolist() == [0] * 6
+
+
+def test_a_padded_step_takes_as_long_as_its_size(times: KernelTimes) -> None:
+    """In its dense operators; attention and head know how many rows there are."""
+    plain, padded = (KernelStepModel(times, 4, capture_sizes=sizes) for sizes in ((), (128,)))
+    step = features(*[decode(100)] * 4)
+    assert padded.parts(step).dense == pytest.approx(plain.parts(features(*[decode(100)] * 128)).dense)
+    assert padded.parts(step).attention == plain.parts(step).attention
+    assert padded.parts(step).head == plain.parts(step).head
+    assert padded.graph_tokens(step).tolist() == [128]
+
+
+def test_a_step_padded_beyond_the_tables_is_outside(times: KernelTimes) -> None:
+    step = features(decode(10))
+    assert KernelStepModel(times, 4, capture_sizes=(512,)).outside(step).tolist() == [False]
+    assert KernelStepModel(times, 4, capture_sizes=(513,)).outside(step).tolist() == [True]
 
 
 # ---------------------------------------------------------------- real tables

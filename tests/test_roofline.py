@@ -369,7 +369,7 @@ def test_wrong_flags_are_refused(
 )
 def test_card_flags_go_with_the_roofline_only(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "chat", "--executor", "constant", "--step-time-s", "0.01", *flag]) == 2
-    assert f"{flag[0]} goes with --executor roofline only" in capsys.readouterr().err
+    assert f"{flag[0]} goes with --executor roofline" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_exits_3(command: Roofline, capsys: pytest.CaptureFixture[str]) -> None:

@@ -392,7 +392,8 @@ def test_flags_that_a_profile_cannot_heed_are_refused(
     for more, message in (
         (["--dtype", "float32"], "--dtype has no effect with --executor"),
         (["--step-time-s", "1"], "--step-time-s has no effect with --executor"),
-        (["--gpu", "H100"], "--gpu goes with --executor roofline only"),
+        (["--gpu", "H100"], "--gpu H100 has no effect with a profile on one card"),
+        (["--kv-cache-dtype", "fp8"], "--kv-cache-dtype goes with --executor roofline only"),
     ):
         code, _, err = command("run", workload, "--executor", tables, "--model", model, *more)
         assert code == 2

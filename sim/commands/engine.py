@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from servetwin.sim.commands.compat import rules_of
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.profile_source import HEEDED as HEEDED_BY_PROFILES
 from servetwin.sim.commands.profile_source import profile_source
 from servetwin.sim.commands.recorded_source import PREFIX as RECORDED
 from servetwin.sim.commands.recorded_source import recorded_run, with_recorded
@@ -87,10 +88,11 @@ def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, s
     try:
         if executor == "roofline":
             return _roofline_engine(flags, step_time_s, seed, drafting)
-        refuse_card_flags(flags, executor)
+        is_profile = not executor.startswith(RECORDED) and Path(executor).exists()
+        refuse_card_flags(flags, executor, HEEDED_BY_PROFILES if is_profile else ())
         if executor.startswith(RECORDED):
             return _recorded_engine(flags, executor, step_time_s, seed, drafting)
-        if Path(executor).exists():
+        if is_profile:
             return _profile_engine(flags, Path(executor), step_time_s, seed, drafting)
         if executor == "constant":
             return _constant_engine(flags, step_time_s, seed, drafting)
@@ -167,8 +169,10 @@ def _constant_engine(
     return _modelled_engine(flags, source, model, seed, drafting)
 
 
-def _refuse_inert(flags: EngineFlags, executor: str, step_time_s: float | None = None) -> None:
-    """What only an engine with a model or a card could heed."""
+def _refuse_inert(
+    flags: EngineFlags, executor: str, step_time_s: float | None = None, heeded: Collection[str] = ()
+) -> None:
+    """What only an engine with a model or a card could heed, but for the flags that are `heeded`."""
     if step_time_s is not None:
         raise UsageError(
             f"--step-time-s has no effect with --executor {executor}, which has its own step times"
@@ -185,7 +189,7 @@ def _refuse_inert(flags: EngineFlags, executor: str, step_time_s: float | None =
         "--cudagraph-capture-sizes": flags.cudagraph_capture_sizes is not None,
         "--max-cudagraph-capture-size": flags.max_cudagraph_capture_size is not None,
     }
-    for name in (n for n, given in inert.items() if given):
+    for name in (n for n, given in inert.items() if given and n not in heeded):
         raise UsageError(f"{name} has no effect with --executor {executor}, which runs no model")
 
 
@@ -204,8 +208,8 @@ def _roofline_engine(
 def _profile_engine(
     flags: EngineFlags, path: Path, step_time_s: float | None, seed: int, drafting: SpeculativeConfig | None
 ) -> Engine:
-    _refuse_inert(flags, str(path), step_time_s)
-    source = profile_source(flags, path)
+    _refuse_inert(flags, str(path), step_time_s, HEEDED_BY_PROFILES)
+    source = profile_source(flags, engine_options(flags, seed), path)
     model, _ = _assumed_model(flags, source.num_gpu_blocks)
     source = replace(source, assumed=source.assumed + _assumed_limits(flags, model.max_model_len))
     return _modelled_engine(flags, source, model, seed, drafting)

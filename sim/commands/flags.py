@@ -17,12 +17,40 @@ from servetwin.sim.definitions import formulas_in_words
 RUN = Group("Run", sort_key=0)
 LOAD = Group("Load", sort_key=1)
 MODEL = Group("Model", sort_key=2)
-ROOFLINE = Group("Card (executor roofline)", sort_key=2)
+CARD = Group("Card (executor roofline, or a profile on several cards)", sort_key=2)
 CACHE = Group("KV cache", sort_key=3)
 SCHEDULER = Group("Scheduler", sort_key=4)
 SPECULATION = Group("Speculative decoding", sort_key=5)
 COMPAT = Group("Fidelity to vLLM (default of the corrections: as --vllm-compat says)", sort_key=6)
 SAMPLING = Group("Sampling (executor torch)", sort_key=7)
+
+MaxModelLen = Annotated[int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")]
+BlockSize = Annotated[int, _int(CACHE, "Tokens per KV block.")]
+EnforceEager = Annotated[
+    bool,
+    _switch(
+        MODEL,
+        "Capture no CUDA graphs: decode steps on a GPU launch their kernels one by one. On a CPU this is always so. "
+        "Step times of a profile: no step is padded, which is their default.",
+    ),
+]
+CaptureSizes = Annotated[
+    tuple[int, ...] | None,
+    _ints(
+        MODEL,
+        "Sizes of CUDA graphs to capture, for example 1 2 4 8; a batch is padded to the next one (default: 1, 2, 4, "
+        "then steps of 8, from 256 on of 16). A CPU has none. Executor torch replays decode batches; with step times "
+        "of a profile every step that fits is padded (default: none is).",
+    ),
+]
+MaxCaptureSize = Annotated[
+    int | None,
+    _int(
+        MODEL,
+        "Largest of the default sizes (default: 2 x max_num_seqs, at most 512). Pads the steps of a profile to the "
+        "default sizes, too.",
+    ),
+]
 
 
 @Parameter(name="*")
@@ -224,48 +252,31 @@ class EngineFlags:
             "OMP_NUM_THREADS says so); executor torch only.",
         ),
     ] = None
-    enforce_eager: Annotated[
-        bool,
-        _switch(
-            MODEL,
-            "Capture no CUDA graphs: decode steps on a GPU launch their kernels one by one. On a CPU this is always "
-            "so. Executor torch only.",
-        ),
-    ] = False
-    cudagraph_capture_sizes: Annotated[
-        tuple[int, ...] | None,
-        _ints(
-            MODEL,
-            "Sizes of decode batches to capture as CUDA graphs, for example 1 2 4 8; a batch is padded to the next one "
-            "(default: 1, 2, 4, then steps of 8, from 256 on of 16). A CPU has none. Executor torch only.",
-        ),
-    ] = None
-    max_cudagraph_capture_size: Annotated[
-        int | None,
-        _int(
-            MODEL,
-            "Largest of the default sizes (default: 2 x max_num_seqs, at most 512). A CPU has none. Executor torch "
-            "only.",
-        ),
-    ] = None
+    enforce_eager: EnforceEager = False
+    cudagraph_capture_sizes: CaptureSizes = None
+    max_cudagraph_capture_size: MaxCaptureSize = None
     gpu: Annotated[
         str | None,
         _flag(
-            ROOFLINE,
-            "Card to estimate step times for, and the size of the pool: H100, A100-80GB, RTX-4090 ...",
+            CARD,
+            "Card to estimate step times for, and the size of the pool: H100, A100-80GB, RTX-4090 ... With a profile "
+            "on several cards: the one whose link counts (default: the one that was measured).",
         ),
     ] = None
-    tensor_parallel_size: Annotated[int, _int(ROOFLINE, "Cards that share every layer.")] = 1
+    tensor_parallel_size: Annotated[
+        int,
+        _int(CARD, "Cards that share every layer. With a profile of fewer cards step times are an estimate."),
+    ] = 1
     kv_cache_dtype: Annotated[
         str,
         _flag(
-            ROOFLINE, "Data type of K and V: auto (as --dtype), bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2."
+            CARD,
+            "Data type of K and V: auto (as --dtype), bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2; executor roofline "
+            "only.",
         ),
     ] = "auto"
-    max_model_len: Annotated[
-        int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")
-    ] = None
-    block_size: Annotated[int, _int(CACHE, "Tokens per KV block.")] = 16
+    max_model_len: MaxModelLen = None
+    block_size: BlockSize = 16
     num_gpu_blocks_override: Annotated[
         int | None,
         _int(

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from servetwin.sim.commands.flag_kinds import whole_number
-from servetwin.sim.commands.flags import CACHE, MODEL, SCHEDULER
+from servetwin.sim.commands.flag_kinds import count, flag, switch
+from servetwin.sim.commands.flags import CACHE, MODEL, SCHEDULER, BlockSize, MaxModelLen
 
 CARD = Group("Card", sort_key=1)
 MIX = Group("Length mix", sort_key=5)
@@ -21,86 +21,51 @@ class KVFlags:
     """A model, the memory it gets, and the lengths to expect. None: the default applies."""
 
     model: Annotated[
-        Path,
-        Parameter(group=MODEL, help="Local Hugging Face folder, or its config.json: nothing else is read."),
+        Path, flag(MODEL, "Local Hugging Face folder, or its config.json: nothing else is read.")
     ]
     gpu: Annotated[
-        str | None,
-        Parameter(
-            group=CARD, help="Card whose memory is shared out, e.g. H100, A100-80GB, RTX-4090, MI300X."
-        ),
+        str | None, flag(CARD, "Card whose memory is shared out, e.g. H100, A100-80GB, RTX-4090, MI300X.")
     ] = None
     kv_cache_memory_bytes: Annotated[
-        int | None,
-        Parameter(
-            group=CARD, converter=whole_number, help="Bytes of the KV cache on each card, instead of --gpu."
-        ),
+        int | None, count(CARD, "Bytes of the KV cache on each card, instead of --gpu.")
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
-        Parameter(
-            group=CARD, help="Part of the card's memory (0 to 1) that the engine may use (default 0.92)."
-        ),
+        flag(CARD, "Part of the card's memory (0 to 1) that the engine may use (default 0.92)."),
     ] = None
-    tensor_parallel_size: Annotated[
-        int, Parameter(group=CARD, converter=whole_number, help="Cards that share every layer.")
-    ] = 1
+    tensor_parallel_size: Annotated[int, count(CARD, "Cards that share every layer.")] = 1
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Parameter(
-            group=MODEL,
-            help="Data type of what is not quantized; auto: the checkpoint's, bfloat16 for float32.",
-        ),
+        flag(MODEL, "Data type of what is not quantized; auto: the checkpoint's, bfloat16 for float32."),
     ] = "auto"
-    max_model_len: Annotated[
-        int | None,
-        Parameter(
-            group=MODEL,
-            converter=whole_number,
-            help="Longest prompt + output, in tokens (default: the model's).",
-        ),
-    ] = None
-    enforce_eager: Annotated[
-        bool, Parameter(group=MODEL, negative=(), help="No CUDA graphs, so nothing is kept for them.")
-    ] = False
-    block_size: Annotated[
-        int, Parameter(group=CACHE, converter=whole_number, help="Tokens per KV block.")
-    ] = 16
+    max_model_len: MaxModelLen = None
+    enforce_eager: Annotated[bool, switch(MODEL, "No CUDA graphs, so nothing is kept for them.")] = False
+    block_size: BlockSize = 16
     kv_cache_dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"],
-        Parameter(group=CACHE, help="Data type of K and V; auto: as --dtype."),
+        flag(CACHE, "Data type of K and V; auto: as --dtype."),
     ] = "auto"
     max_num_seqs: Annotated[
         int | None,
-        Parameter(
-            group=SCHEDULER,
-            converter=whole_number,
-            help="Requests that may run at once: the sampler's share of the reserve, and the limit of the concurrency "
+        count(
+            SCHEDULER,
+            "Requests that may run at once: the sampler's share of the reserve, and the limit of the concurrency "
             "of a length mix (default: vLLM's for the card, 1,024 or 256).",
         ),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
-        Parameter(
-            group=SCHEDULER,
-            converter=whole_number,
-            help="Tokens per step: activations, and what windowed layers keep (default: vLLM's for the card, 8,192 or "
+        count(
+            SCHEDULER,
+            "Tokens per step: activations, and what windowed layers keep (default: vLLM's for the card, 8,192 or "
             "2,048).",
         ),
     ] = None
-    prompt_tokens: Annotated[
-        int | None,
-        Parameter(group=MIX, converter=whole_number, help="Mean prompt; with --output-tokens."),
-    ] = None
-    output_tokens: Annotated[
-        int | None,
-        Parameter(group=MIX, converter=whole_number, help="Mean output; with --prompt-tokens."),
-    ] = None
+    prompt_tokens: Annotated[int | None, count(MIX, "Mean prompt; with --output-tokens.")] = None
+    output_tokens: Annotated[int | None, count(MIX, "Mean output; with --prompt-tokens.")] = None
     workload: Annotated[
         str | None,
-        Parameter(
-            group=MIX, help="A trace, our JSONL, a run folder or a preset: its lengths, request by request."
-        ),
+        flag(MIX, "A trace, our JSONL, a run folder or a preset: its lengths, request by request."),
     ] = None
     json: Annotated[bool, Parameter(negative=(), help="Print one JSON object.")] = False
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from servetwin.sim.cards import GIB, UNKNOWN_CARD_LIMITS, Card, find_card
+from servetwin.sim.cards import GIB, UNKNOWN_CARD_LIMITS, Card
+from servetwin.sim.commands.card_checks import check_sizes, kv_settings, named_card
 from servetwin.sim.commands.errors import InfeasibleError, UsageError
 from servetwin.sim.commands.kv import KVFlags
 from servetwin.sim.hf_config import ModelFolderError, read_hf_config
 from servetwin.sim.kv_capacity import Capacity, full_capacity, hybrid_capacity
-from servetwin.sim.kv_sizing import GPU_MEMORY_UTILIZATION, KVSettings, KVSizing, cache_on, given_cache
+from servetwin.sim.kv_sizing import KVSettings, KVSizing, cache_on, given_cache
 from servetwin.sim.length_mix import MeanHolding, mean_holding
 from servetwin.sim.model_shape import ModelShape
 from servetwin.sim.model_shape_reader import shape_of
@@ -62,7 +63,7 @@ def answer(flags: KVFlags) -> Answer:
     except ModelFolderError as e:
         raise UsageError(f"--max-model-len: {e}") from e
     shape = shape_of(config)
-    card = None if flags.gpu is None else _card(flags.gpu)
+    card = None if flags.gpu is None else named_card(flags.gpu)
     settings = _settings(flags, card)
     try:
         sizing = _sizing(flags, shape, card, settings)
@@ -85,16 +86,10 @@ def answer(flags: KVFlags) -> Answer:
 
 def _check(flags: KVFlags) -> None:
     """Raises UsageError for a value out of range, and for a flag that would change nothing."""
-    for name in (
-        "kv_cache_memory_bytes", "tensor_parallel_size", "max_model_len", "block_size", "max_num_seqs",
+    check_sizes(
+        flags, "kv_cache_memory_bytes", "tensor_parallel_size", "max_model_len", "block_size", "max_num_seqs",
         "max_num_batched_tokens", "prompt_tokens", "output_tokens",
-    ):  # fmt: skip
-        value = getattr(flags, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value} must be 1 or more")
-    share = flags.gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise UsageError(f"--gpu-memory-utilization {share} must be above 0 and at most 1")
+    )  # fmt: skip
     if (flags.gpu is None) == (flags.kv_cache_memory_bytes is None):
         raise UsageError(
             "give one of --gpu NAME and --kv-cache-memory-bytes N: the memory that the cache comes from"
@@ -118,25 +113,9 @@ def _refuse_without_card(flags: KVFlags) -> None:
         raise UsageError(f"{name} has no effect with --kv-cache-memory-bytes, which is what the cache gets")
 
 
-def _card(name: str) -> Card:
-    try:
-        return find_card(name)
-    except ValueError as e:
-        raise UsageError(f"--{e}") from e
-
-
 def _settings(flags: KVFlags, card: Card | None) -> KVSettings:
     seqs, tokens = UNKNOWN_CARD_LIMITS if card is None else card.default_limits()
-    return KVSettings(
-        max_num_seqs=flags.max_num_seqs or seqs,
-        max_num_batched_tokens=flags.max_num_batched_tokens or tokens,
-        dtype=flags.dtype,
-        kv_cache_dtype=flags.kv_cache_dtype,
-        block_size=flags.block_size,
-        tensor_parallel_size=flags.tensor_parallel_size,
-        gpu_memory_utilization=flags.gpu_memory_utilization or GPU_MEMORY_UTILIZATION,
-        graphs=not flags.enforce_eager,
-    )
+    return kv_settings(flags, flags.max_num_seqs or seqs, flags.max_num_batched_tokens or tokens)
 
 
 def _sizing(flags: KVFlags, shape: ModelShape, card: Card | None, settings: KVSettings) -> KVSizing:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servetwin.sim.cards import GIB, Card, find_card
+from servetwin.sim.cards import GIB, Card
+from servetwin.sim.commands.card_checks import check_sizes, kv_settings, named_card
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.kv_bytes import KV_DTYPE_BYTES
-from servetwin.sim.kv_sizing import GPU_MEMORY_UTILIZATION, KVSettings, KVSizing, cache_on, given_cache
+from servetwin.sim.kv_sizing import KVSettings, KVSizing, cache_on, given_cache
 from servetwin.sim.model_shape import ModelShape
 from servetwin.sim.model_shape_reader import read_model_shape
 from servetwin.sim.steptime.features import StepModel
 from servetwin.sim.steptime.roofline import Efficiencies, RooflineStepModel
+
+OF_PROFILES = ("--gpu", "--tensor-parallel-size")
+"""Flags of a card that step times of a profile heed."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +34,16 @@ class StepSource:
     assumed: tuple[str, ...] = ()
 
 
-def refuse_card_flags(flags: EngineFlags, executor: str) -> None:
-    """Raises UsageError for a flag that describes a card: only the roofline asks for one."""
+def refuse_card_flags(flags: EngineFlags, executor: str, heeded: Collection[str] = ()) -> None:
+    """Raises UsageError for a flag that describes a card: only the roofline asks for one, and profiles for some."""
     given = {
         "--gpu": flags.gpu is not None,
         "--tensor-parallel-size": flags.tensor_parallel_size != 1,
         "--kv-cache-dtype": flags.kv_cache_dtype != "auto",
     }
-    for name in (n for n, is_given in given.items() if is_given):
-        raise UsageError(f"{name} goes with --executor roofline only, not with {executor}")
+    for name in (n for n, is_given in given.items() if is_given and n not in heeded):
+        allowed = "roofline or a profile" if name in OF_PROFILES else "roofline"
+        raise UsageError(f"{name} goes with --executor {allowed} only, not with {executor}")
 
 
 def required_card(flags: EngineFlags) -> tuple[Card, Path]:
@@ -46,10 +52,7 @@ def required_card(flags: EngineFlags) -> tuple[Card, Path]:
         missing = "--gpu NAME" if flags.gpu is None else "--model FOLDER (its config.json)"
         raise UsageError(f"--executor roofline needs {missing}")
     _refuse_inert(flags)
-    try:
-        return find_card(flags.gpu), flags.model
-    except ValueError as e:
-        raise UsageError(f"--{e}") from e
+    return named_card(flags.gpu), flags.model
 
 
 def roofline_source(flags: EngineFlags, card: Card, folder: Path) -> StepSource:
@@ -112,23 +115,9 @@ def _settings(flags: EngineFlags) -> KVSettings:
         raise UsageError(
             f"--kv-cache-dtype {flags.kv_cache_dtype}: allowed are auto, {', '.join(KV_DTYPE_BYTES)}"
         )
-    for name in ("block_size", "tensor_parallel_size", "kv_cache_memory_bytes"):
-        if (value := getattr(flags, name)) is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value} must be 1 or more")
-    share = flags.gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise UsageError(f"--gpu-memory-utilization {share} must be above 0 and at most 1")
+    check_sizes(flags, "block_size", "tensor_parallel_size", "kv_cache_memory_bytes")
     assert flags.max_num_batched_tokens is not None and flags.max_num_seqs is not None, "resolved before"
-    return KVSettings(
-        max_num_batched_tokens=flags.max_num_batched_tokens,
-        max_num_seqs=flags.max_num_seqs,
-        dtype=flags.dtype,
-        kv_cache_dtype=flags.kv_cache_dtype,
-        block_size=flags.block_size,
-        tensor_parallel_size=flags.tensor_parallel_size,
-        gpu_memory_utilization=GPU_MEMORY_UTILIZATION if share is None else share,
-        graphs=not flags.enforce_eager,
-    )
+    return kv_settings(flags, flags.max_num_seqs, flags.max_num_batched_tokens)
 
 
 def _sizing(flags: EngineFlags, shape: ModelShape, card: Card, settings: KVSettings) -> KVSizing:

@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from servetwin.sim.commands.flag_kinds import count, flag, switch
-from servetwin.sim.commands.flags import CACHE, MODEL, SCHEDULER
+from servetwin.sim.commands.flags import (
+    CACHE,
+    MODEL,
+    SCHEDULER,
+    CaptureSizes,
+    EnforceEager,
+    MaxCaptureSize,
+    MaxModelLen,
+)
 
 COMPARISON = Group("Comparison", sort_key=0)
 
@@ -60,8 +68,22 @@ class ValidateFlags:
     max_tpot_error: Annotated[float, flag(COMPARISON, "The same for the mean TPOT.")] = 5.0
     max_e2e_error: Annotated[float, flag(COMPARISON, "The same for the mean E2E.")] = 5.0
     json: Annotated[bool, switch(COMPARISON, "Print one JSON object.")] = False
-    tensor_parallel_size: Annotated[int, count(MODEL, "Cards that the measured engine ran on.")] = 1
-    max_model_len: Annotated[int | None, count(MODEL, "Longest prompt + output, in tokens.")] = None
+    tensor_parallel_size: Annotated[
+        int | None,
+        count(
+            MODEL,
+            "Cards that the measured engine ran on (default: as the run says, else 1). With a profile of fewer cards "
+            "step times are an estimate.",
+        ),
+    ] = None
+    gpu: Annotated[
+        str | None,
+        flag(MODEL, "With several cards: the one whose link counts (default: the one of the profile)."),
+    ] = None
+    enforce_eager: EnforceEager = False
+    cudagraph_capture_sizes: CaptureSizes = None
+    max_cudagraph_capture_size: MaxCaptureSize = None
+    max_model_len: MaxModelLen = None
     num_gpu_blocks_override: Annotated[
         int | None, count(CACHE, "Blocks in the pool of the measured run.")
     ] = None

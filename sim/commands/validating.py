@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.profile_source import asked_graph_sizes, tensor_parallel
 from servetwin.sim.commands.show import print_json, results_console, say
 from servetwin.sim.commands.validate import ValidateFlags
 from servetwin.sim.config import ASSUMED_NUM_GPU_BLOCKS, EngineConfig, explain
@@ -19,6 +20,7 @@ from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.model_shape_reader import read_model_shape
 from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.profiles import Calibration, KernelProfile, load_profile, write_profile
+from servetwin.sim.steptime.tensor_parallel import TensorParallel
 from servetwin.sim.validation.calibration import calibrate, first_half, second_half
 from servetwin.sim.validation.comparison import (
     Band,
@@ -41,6 +43,8 @@ THRESHOLD_MISSED = 4
 NOISE = 0.03
 """Standard deviation of a step's time from one time to the next, relative."""
 ENGINE = ("block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "async_scheduling")
+
+GRAPHS = ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
 @dataclass(frozen=True)
@@ -89,25 +93,21 @@ def carry_out(path: Path, flags: ValidateFlags) -> int:
 
 def validation(path: Path, flags: ValidateFlags) -> Validation:
     """Raises UsageError, MeasuredRunError, and the errors of profiles and models (all ValueErrors)."""
-    thresholds = {"ttft": flags.max_ttft_error, "tpot": flags.max_tpot_error, "e2e": flags.max_e2e_error}
-    for name, percent in thresholds.items():
-        if not 0 < percent < np.inf:
-            raise UsageError(f"--max-{name}-error {percent}: must be above 0, in percent")
-    if flags.noise_runs < 0:
-        raise UsageError(f"--noise-runs {flags.noise_runs}: must be 0 or more")
+    thresholds = _thresholds(flags)
     _check_target(flags)
     profile = load_profile(flags.profile)
-    model = _step_model(profile, flags)
     run = read_measured(path)
-    engine, assumed = engine_of(run, flags)
+    engine, options, assumed = engine_of(run, flags)
+    parallel = _tensor_parallel(profile, run, flags)
+    model = profile.step_model(
+        read_model_shape(flags.model).num_layers,
+        parallel=parallel,
+        capture_sizes=asked_graph_sizes(options),
+    )
     requests = requests_of(run, _prompts(run, path, flags.workload))
     factor = None
     if flags.calibrate == "first-half":
-        if len(requests) < 4:
-            raise UsageError(f"--calibrate first-half: the run has {len(requests)} requests, 4 are needed")
-        factor = calibrate(
-            run, requests, engine, model, on_try=lambda f: say(f"simulating with factor {f:.4f}")
-        )
+        factor = _calibrated(run, requests, engine, model)
         model = model.scaled(factor)
         if flags.save_profile is not None:
             _save(profile, factor, run, flags.save_profile)
@@ -118,7 +118,7 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
     return Validation(
         run=run,
         engine=engine,
-        assumed=assumed,
+        assumed=assumed if parallel is None else (*assumed, parallel.describe()),
         metrics=compare_metrics(run.requests, again.requests),
         judged=compare_metrics(run.requests, again.requests, part),
         factor=factor,
@@ -131,6 +131,26 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
         outside_steps=int(again.steps["predicted_outside"].sum()),
         thresholds=thresholds,
     )
+
+
+def _thresholds(flags: ValidateFlags) -> dict[str, float]:
+    """Largest errors that pass, in percent. Raises UsageError."""
+    thresholds = {"ttft": flags.max_ttft_error, "tpot": flags.max_tpot_error, "e2e": flags.max_e2e_error}
+    for name, percent in thresholds.items():
+        if not 0 < percent < np.inf:
+            raise UsageError(f"--max-{name}-error {percent}: must be above 0, in percent")
+    if flags.noise_runs < 0:
+        raise UsageError(f"--noise-runs {flags.noise_runs}: must be 0 or more")
+    return thresholds
+
+
+def _calibrated(
+    run: MeasuredRun, requests: Sequence[RequestSpec], engine: EngineConfig, model: KernelStepModel
+) -> float:
+    """The factor of the dense operators that the first half needs. Raises UsageError."""
+    if len(requests) < 4:
+        raise UsageError(f"--calibrate first-half: the run has {len(requests)} requests, 4 are needed")
+    return calibrate(run, requests, engine, model, on_try=lambda f: say(f"simulating with factor {f:.4f}"))
 
 
 def _check_target(flags: ValidateFlags) -> None:
@@ -150,23 +170,18 @@ def _save(profile: KernelProfile, factor: float, run: MeasuredRun, path: Path) -
     say(f"wrote {path}")
 
 
-def _step_model(profile: KernelProfile, flags: ValidateFlags) -> KernelStepModel:
-    """The profile's step times for the model. Raises ValueErrors."""
-    if flags.tensor_parallel_size != 1:
-        raise UsageError(
-            f"--tensor-parallel-size {flags.tensor_parallel_size}: the tables are of one card, and so must the run be"
-        )
-    return profile.step_model(read_model_shape(flags.model).num_layers)
+def _tensor_parallel(profile: KernelProfile, run: MeasuredRun, flags: ValidateFlags) -> TensorParallel | None:
+    """How the cards of the run share the model. Raises UsageError and other ValueErrors."""
+    said, asked = run.engine.get("tensor_parallel_size"), flags.tensor_parallel_size
+    if None not in (said, asked) and said != asked:
+        raise UsageError(f"--tensor-parallel-size {asked}: the run was measured with {said}")
+    cards = next((n for n in (asked, said) if n is not None), 1)
+    return tensor_parallel(profile, read_model_shape(flags.model), cards, flags.gpu)
 
 
-def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, tuple[str, ...]]:
+def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, EngineOptions, tuple[str, ...]]:
     """The measured engine: flags, then what the run says, then vLLM's defaults; and what had to be assumed."""
     said, assumed = dict(run.engine), []
-    if said.get("tensor_parallel_size", 1) != flags.tensor_parallel_size:
-        raise UsageError(
-            f"--tensor-parallel-size {flags.tensor_parallel_size}: the run was measured with "
-            f"{said['tensor_parallel_size']}"
-        )
     settings = {
         name: getattr(flags, name) if getattr(flags, name) is not None else said.get(name) for name in ENGINE
     }
@@ -190,9 +205,10 @@ def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, tup
         model = model.model_copy(update={"max_model_len": pool})
         assumed.append(f"max_model_len {pool:,}, all that the pool holds")
     try:
-        options = EngineOptions(model=flags.model, **given)
+        options = EngineOptions(model=flags.model, **given, **{name: getattr(flags, name) for name in GRAPHS})
         asynchronous = given.get("async_scheduling", True)
-        return options.engine_config(model, blocks, None, asynchronous=asynchronous), tuple(assumed)
+        engine = options.engine_config(model, blocks, None, asynchronous=asynchronous)
+        return engine, options, tuple(assumed)
     except ValidationError as e:
         raise UsageError(explain(e)) from e
 

@@ -53,7 +53,8 @@ class StepModel(Protocol):
     def durations_ns(self, features: StepFeatures) -> Ints:
         """Integer nanoseconds, shape [n]; 0 exactly for steps without tokens.
 
-        A model with a method `outside(features) -> bool [n]` says which of them lie beyond what was measured.
+        A model with a method `outside(features) -> bool [n]` says which of them lie beyond what was measured, one with
+        `graph_tokens(features) -> int [n]` the padded size of those that run as a CUDA graph (0: it does not).
         """
         ...
 

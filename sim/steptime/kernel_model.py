@@ -1,6 +1,7 @@
 """A step as the sum of its kernels: layers x (dense operators + attention) + embedding, head and sampler.
 
-What is not in the tables is in no time either: launches between kernels and the host (see `sim/host_model.py`).
+Several cards exchange hidden states on top of that. What is not in the tables is in no time either: launches between
+kernels and the host (see `sim/host_model.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from servetwin.sim.steptime.all_reduce import AllReduces
 from servetwin.sim.steptime.features import Bools, Ints, StepFeatures
-from servetwin.sim.steptime.graph_sizes import padded_tokens
+from servetwin.sim.steptime.graph_sizes import graph_tokens, padded_tokens
 from servetwin.sim.steptime.kernel_times import KernelTimes
 
 Floats = NDArray[np.float64]
@@ -34,6 +36,8 @@ class StepParts:
     """What unequal ones add to it."""
     head: Floats
     """LM head and sampler."""
+    all_reduce: Floats
+    """What several cards exchange."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,15 @@ class KernelStepModel:
     dense_scale: float = 1.0
     """Factor of the dense operators: the one number that may be calibrated (`servetwin validate --calibrate`)."""
     capture_sizes: tuple[int, ...] = ()
-    """Sizes that decode batches are padded to where graphs run."""
+    """Sizes of CUDA graphs, ascending, that steps are padded to; none: no step is."""
+    all_reduces: AllReduces | None = None
+    """Of several cards, whose `times` are those of one of them; None: one card."""
 
     def durations_ns(self, features: StepFeatures) -> Ints:
         parts = self.parts(features)
-        total_us = self.dense_scale * parts.dense + parts.attention + parts.skew + parts.head
+        total_us = (
+            self.dense_scale * parts.dense + parts.attention + parts.skew + parts.head + parts.all_reduce
+        )
         return np.where(features.new_tokens > 0, np.rint(total_us * 1e3), 0).astype(np.int64)
 
     def parts(self, features: StepFeatures) -> StepParts:
@@ -61,14 +69,21 @@ class KernelStepModel:
             attention=self.num_layers * attention,
             skew=self.num_layers * skew,
             head=_tabulated(self._head_table, features.logits_rows, self._head_us),
+            all_reduce=self._all_reduce_us(tokens),
         )
 
+    def graph_tokens(self, features: StepFeatures) -> Ints:
+        """The padded size of each step [n] that runs as a CUDA graph, else 0."""
+        return graph_tokens(features, self.capture_sizes)
+
     def outside(self, features: StepFeatures) -> Bools:
-        """Which steps [n] go beyond what was measured: their times are extrapolated."""
+        """Which steps [n] go beyond what was measured: their times are extrapolated; those of several cards all do."""
+        if self.all_reduces is not None:
+            return np.ones(len(features), dtype=bool)
         mean, _ = _decode_lengths(features)
         call = _largest_call(features, mean)
         beyond: Bools = self.times.attention.outside(call)
-        beyond |= features.new_tokens > self._most_tokens
+        beyond |= padded_tokens(features, self.capture_sizes) > self._most_tokens
         if self.times.per_sequence:
             beyond |= features.logits_rows > self._most_rows
         return beyond
@@ -87,6 +102,11 @@ class KernelStepModel:
     def _head_us(self, logits_rows: Ints) -> Floats:
         heads = self.times.per_sequence.values()
         return sum((head(logits_rows) for head in heads), start=np.zeros(len(logits_rows)))
+
+    def _all_reduce_us(self, tokens: Ints) -> Floats:
+        if self.all_reduces is None:
+            return np.zeros(len(tokens))
+        return 1e6 * self.all_reduces.seconds(tokens.astype(np.float64))
 
     # Counts are small whole numbers, and steps are asked for one by one.
 

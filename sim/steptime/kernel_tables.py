@@ -4,7 +4,7 @@
     dense.csv          layer, tokens, time_us: one operator of one layer
     per_sequence.csv   layer (lm_head, sampler), sequences, time_us
     skew.csv[.gz]      optional: decode rows of unequal KV lengths
-    meta.yaml          optional: card, model, versions, date
+    meta.yaml          optional: card, model, versions, date, tensor_parallel_size (or tp_degrees, if of one number)
 
 `kv_decode` is the length of every decode sequence. Tables may lack rows; what they hold must be positive and finite.
 Source of the layout: casys-kaist/LLMServingSim, profiler bundles.
@@ -160,4 +160,16 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         "profiled_at",
         "variant",
     )
-    return {name: str(meta[name]) for name in names if name in meta}
+    found: dict[str, Any] = {name: str(meta[name]) for name in names if name in meta}
+    cards = _measured_cards(path, meta)
+    return found if cards == 1 else found | {"tensor_parallel_size": cards}
+
+
+def _measured_cards(path: Path, meta: dict[str, Any]) -> int:
+    """Cards that shared the measured layers. Degrees of a whole bundle do not say which one this folder is: one."""
+    degrees = meta.get("tp_degrees")
+    only = degrees[0] if isinstance(degrees, list) and len(degrees) == 1 else 1
+    cards = meta.get("tensor_parallel_size", only)
+    if not isinstance(cards, int) or isinstance(cards, bool) or cards < 1:
+        raise TableError(f"{path}: tensor_parallel_size {cards!r} must be a whole number, 1 or more")
+    return cards

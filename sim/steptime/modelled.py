@@ -42,6 +42,7 @@ class ModelledStepTimer:
     ) -> None:
         self._model = model
         self._outside: Callable[[StepFeatures], Bools] | None = getattr(model, "outside", None)
+        self._graph_tokens: Callable[[StepFeatures], Ints] | None = getattr(model, "graph_tokens", None)
         self._drafts = drafts
         self._tokens = tokens
         self._source = source
@@ -50,14 +51,21 @@ class ModelledStepTimer:
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = self._reader.rows(plan)
         shape = shape_of(rows, num_admitted(plan))
-        duration, outside = self._duration(shape) if rows else (0, False)
+        duration, outside, graph_tokens = self._duration(shape) if rows else (0, False, None)
         output, draft_token_ids = sampled_output(plan, rows, self._tokens, self._drafts)
         return StepResult(
-            0, duration, output, self._source, draft_token_ids=draft_token_ids, shape=shape, outside=outside
+            0,
+            duration,
+            output,
+            self._source,
+            graph_tokens=graph_tokens,
+            draft_token_ids=draft_token_ids,
+            shape=shape,
+            outside=outside,
         )
 
-    def _duration(self, shape: StepShape) -> tuple[int, bool]:
-        """(ns, whether that is extrapolated)"""
+    def _duration(self, shape: StepShape) -> tuple[int, bool, int | None]:
+        """(ns, whether that is extrapolated, padded size where a graph runs)"""
         features = StepFeatures.of([shape])
         duration = int(self._model.durations_ns(features)[0])
         if duration < 1:
@@ -65,4 +73,6 @@ class ModelledStepTimer:
                 f"the step model {self._source!r} gives {duration} ns for a step of {shape.new_tokens} tokens; "
                 "a step with tokens must take at least 1 ns"
             )
-        return duration, self._outside is not None and bool(self._outside(features)[0])
+        outside = self._outside is not None and bool(self._outside(features)[0])
+        graph_tokens = None if self._graph_tokens is None else int(self._graph_tokens(features)[0]) or None
+        return duration, outside, graph_tokens

@@ -15,6 +15,7 @@ from servetwin.sim.config import explain
 from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.kernel_tables import ATTENTION_AXES, KernelTables, is_table_folder, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
+from servetwin.sim.steptime.tensor_parallel import TensorParallel
 
 Columns = dict[str, list[float]]
 
@@ -65,24 +66,45 @@ class KernelProfile(BaseModel):
             errors=errors,
         )
 
-    def step_model(self, num_layers: int) -> KernelStepModel:
-        """For a model of so many layers, with the factor that was calibrated. Raises TableError."""
-        factor = 1.0 if self.calibrated is None else self.calibrated.value
-        return KernelStepModel(self.times(), num_layers, dense_scale=factor)
+    @property
+    def measured_cards(self) -> int:
+        """Cards that shared the layers which were measured."""
+        return int(self.about.get("tensor_parallel_size", 1))
+
+    def step_model(
+        self,
+        num_layers: int,
+        *,
+        parallel: TensorParallel | None = None,
+        capture_sizes: tuple[int, ...] = (),
+    ) -> KernelStepModel:
+        """For a model of so many layers, with the factor that was calibrated. Raises TableError.
+
+        `parallel`: on several cards; `capture_sizes`: padded to these (see KernelStepModel).
+        """
+        return KernelStepModel(
+            self.times() if parallel is None else KernelTimes.of(parallel.sharded(self.tables())),
+            num_layers,
+            dense_scale=1.0 if self.calibrated is None else self.calibrated.value,
+            capture_sizes=capture_sizes,
+            all_reduces=None if parallel is None else parallel.all_reduces(),
+        )
 
     def times(self) -> KernelTimes:
-        """Raises TableError."""
+        """As they were measured. Raises TableError."""
+        return KernelTimes.of(self.tables())
+
+    def tables(self) -> KernelTables:
+        """What the profile was fitted to."""
         import pandas as pd
 
-        return KernelTimes.of(
-            KernelTables(
-                path="profile",
-                attention=pd.DataFrame(self.attention),
-                dense={name: pd.DataFrame(rows) for name, rows in self.dense.items()},
-                per_sequence={name: pd.DataFrame(rows) for name, rows in self.per_sequence.items()},
-                skew=None if self.skew is None else pd.DataFrame(self.skew),
-                about=self.about,
-            )
+        return KernelTables(
+            path="profile",
+            attention=pd.DataFrame(self.attention),
+            dense={name: pd.DataFrame(rows) for name, rows in self.dense.items()},
+            per_sequence={name: pd.DataFrame(rows) for name, rows in self.per_sequence.items()},
+            skew=None if self.skew is None else pd.DataFrame(self.skew),
+            about=self.about,
         )
 
 

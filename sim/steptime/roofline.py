@@ -6,7 +6,6 @@ of the card's peaks (S. Williams et al., "Roofline", CACM 2009).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from servetwin.sim.cards import Card
 from servetwin.sim.kv_bytes import check_division, kv_bytes
 from servetwin.sim.model_shape import DTYPE_BYTES, ModelShape
+from servetwin.sim.steptime.all_reduce import LATENCY_S, LINK_EFFICIENCY, AllReduces
 from servetwin.sim.steptime.features import Ints, StepFeatures
 
 Floats = NDArray[np.float64]
@@ -38,12 +38,12 @@ class Efficiencies:
     """Of the memory's bandwidth, for weights and activations: what streaming kernels reach."""
     kv_memory: float = 0.70
     """The same for K and V in blocks: many short reads, rows of unequal length, a second pass to join the parts."""
-    link: float = 0.85
+    link: float = LINK_EFFICIENCY
     """Of the link's bandwidth in one direction, in an all-reduce."""
     kernel_s: float = 2.5e-6
     """Start and drain of one kernel, also inside a CUDA graph."""
     kernels_per_layer: int = 10
-    all_reduce_s: float = 6e-6
+    all_reduce_s: float = LATENCY_S
     """Latency of an all-reduce among two cards; another one for every doubling."""
     host_s: float = 1.0e-3
     """Per step: preparing inputs, launching, and what the engine does between steps."""
@@ -75,6 +75,14 @@ class RooflineStepModel:
         self._bandwidth = card.bandwidth_bytes_per_s * self._efficiency.memory
         kv = kv_bytes(shape, dtype, kv_cache_dtype, tensor_parallel_size)
         self._kv_layer_s = kv.per_layer() / (card.bandwidth_bytes_per_s * self._efficiency.kv_memory)
+        self._all_reduces = AllReduces(
+            cards=tensor_parallel_size,
+            num_layers=shape.num_layers,
+            hidden_bytes=shape.hidden_size * self._value_bytes,
+            link_bytes_per_s=card.link_bytes_per_s,
+            efficiency=self._efficiency.link,
+            latency_s=self._efficiency.all_reduce_s,
+        )
 
     def durations_ns(self, features: StepFeatures) -> Ints:
         """Integer nanoseconds, shape [n]; 0 exactly for steps without tokens."""
@@ -84,7 +92,7 @@ class RooflineStepModel:
             + self._attention_s(features)
             + self._activations_s(tokens)
             + self._head_s(features.logits_rows.astype(np.float64))
-            + self._all_reduce_s(tokens)
+            + self._all_reduces.seconds(tokens)
             + self._host_s(features.rows.astype(np.float64))
         )
         return np.where(features.new_tokens > 0, np.rint(seconds * 1e9), 0).astype(np.int64)
@@ -158,15 +166,6 @@ class RooflineStepModel:
         )
         sampler = rows * self._shape.vocab_size * 4 * 4 / self._bandwidth
         return np.where(rows > 0, product + sampler, 0.0)
-
-    def _all_reduce_s(self, tokens: Floats) -> Floats:
-        """Two of the hidden states in every layer (a ring: each card sends 2 (n - 1) / n of them)."""
-        n = self._cards
-        if n == 1:
-            return np.zeros_like(tokens)
-        sent: Floats = tokens * self._shape.hidden_size * self._value_bytes * 2 * (n - 1) / n
-        each = sent / (self._card.link_bytes_per_s * self._efficiency.link)
-        return 2 * self._shape.num_layers * (each + self._efficiency.all_reduce_s * math.log2(n))
 
     def _host_s(self, rows: Floats) -> Floats:
         """The host's part, and the starts of all kernels."""

@@ -59,13 +59,16 @@ def _run_folder(path: Path) -> MeasuredRun:
     steps = run.steps
     usable = steps["used_blocks"] + steps["cached_free_blocks"] + steps["free_blocks"]
     curves = steps.assign(time_s=steps["start_s"], kv_percent=100 * steps["used_blocks"] / usable)
-    header = run.header
+    executor = run.header.get("executor") or {}
+    engine = _engine_of(run.config)
+    if (cards := executor.get("tensor_parallel_size")) is not None:
+        engine["tensor_parallel_size"] = cards
     return MeasuredRun(
         source="run folder",
         path=str(path),
         requests=_checked(requests, path),
-        engine=_engine_of(run.config),
-        hardware=(header.get("executor") or {}).get("device"),
+        engine=engine,
+        hardware=executor.get("device"),
         curves=curves[["time_s", "running", "waiting", "kv_percent"]],
     )
 

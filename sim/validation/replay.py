@@ -76,9 +76,17 @@ def _prompt(spec: RequestSpec, place: int, prompt_tokens: int) -> dict[str, Any]
 
 
 def simulated(
-    requests: Sequence[RequestSpec], engine: EngineConfig, model: StepModel, host: HostModel | None = None
+    requests: Sequence[RequestSpec],
+    engine: EngineConfig,
+    model: StepModel,
+    host: HostModel | None = None,
+    *,
+    max_concurrency: int | None = None,
 ) -> SimulatedRun:
-    """Serves the requests with step times from `model`; all of them must be ones that the engine can serve."""
+    """Serves the requests with step times from `model`; all of them must be ones that the engine can serve.
+
+    `max_concurrency`: requests that the client keeps in flight, holding the others back.
+    """
     tokens = TokenSource(engine.model.vocab_size, seed=0)
     sink = MemorySink()
     simulate(
@@ -90,6 +98,7 @@ def simulated(
         plan_tokens=False,
         log_blocks=False,
         host=host,
+        max_concurrency=max_concurrency,
     )
     frame = sink.requests.set_index("request_id").loc[[spec.request_id for spec in requests]].reset_index()
     refused = frame[frame["finish_reason"] == "refused"]
