@@ -1,4 +1,4 @@
-"""The torch executor as something to be profiled: it measures single steps (the `sim.profiler.StepProfiler` protocol)."""
+"""The torch executor measures single steps for a profile (the `sim.profiler.StepProfiler` protocol)."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _point(limits: GridLimits, kind: Kind, place: Sequence[float]) -> GridPoint:
 def _logarithmic(place: float, most: int) -> int:
     """From 1 to `most`, evenly in the logarithm."""
     most = max(most, 1)
-    return min(max(round(most**place), 1), most)
+    return min(max(round(float(most) ** place), 1), most)
 
 
 def _most_context(limits: GridLimits, rows: int) -> int:

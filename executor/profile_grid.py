@@ -120,7 +120,8 @@ def measure_point(
 ) -> dict[str, Any]:
     """Runs the step `repetitions` times after a warm-up; gives its row. The runner must hold no request.
 
-    `budget_s`: a step that takes long is repeated less often, but once. Raises PlanError for a point that the runner cannot run (see `GridLimits.allow`).
+    `budget_s`: a step that takes long is repeated less often, but once. Raises PlanError for a point that the runner
+    cannot run (see `GridLimits.allow`).
     """
     block_size = runner.states.block_table.block_size
     req_ids = [f"profiled {i}" for i in range(len(point.query_lens))]

@@ -23,6 +23,7 @@ COMMANDS = {
     "decide": "Print the scheduler's decisions for a scenario, one JSON line per step.",
     "execute": "Run recorded plans on the executor, without any scheduler.",
     "explain": "Tell the life of one request of a run: what happened when, and why it waited.",
+    "profile": "Measure steps of a model on this machine.",
     "fit": "Fit step times to measurements, and tell how well they foretell what was left out.",
     "validate": "Simulate a measured run again, and tell how far apart the two are.",
     "kv": "How many requests fit: weights, KV cache and concurrency of a model on a card.",

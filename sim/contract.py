@@ -406,7 +406,10 @@ class StepResult:
 
 
 class StepTimer(Protocol):
-    """Runs (or models) one step. The only seam between scheduling and execution."""
+    """Runs (or models) one step. The only seam between scheduling and execution.
+
+    Optional: `overlaps_preparation = False` for a worker that prepares no step before the one in front is through.
+    """
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         """Called once per plan, in order. An empty plan (0 tokens) only drops finished requests and takes 0 ns."""

@@ -23,9 +23,14 @@ class StepTimes:
 
 
 class Timeline:
-    """When the worker and the device of one engine are free."""
+    """When the worker and the device of one engine are free.
 
-    def __init__(self) -> None:
+    `overlaps_preparation`: the worker prepares a step while the device runs the one before, as vLLM's does. A worker
+    that waits for its device does not.
+    """
+
+    def __init__(self, *, overlaps_preparation: bool = True) -> None:
+        self._overlaps_preparation = overlaps_preparation
         self._worker_free_ns = 0
         self._device_free_ns = 0
 
@@ -35,4 +40,6 @@ class Timeline:
         self._worker_free_ns = prepare_start + prepare_ns
         device_start = max(self._worker_free_ns, self._device_free_ns)
         self._device_free_ns = device_start + device_ns
+        if not self._overlaps_preparation:
+            self._worker_free_ns = self._device_free_ns
         return StepTimes(schedule_ns, prepare_start, device_start, self._device_free_ns)

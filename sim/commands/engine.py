@@ -14,7 +14,7 @@ from servetwin.sim.commands.compat import rules_of
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.profile_source import HEEDED as HEEDED_BY_PROFILES
-from servetwin.sim.commands.profile_source import profile_source
+from servetwin.sim.commands.profile_source import kernels_source
 from servetwin.sim.commands.recorded_source import PREFIX as RECORDED
 from servetwin.sim.commands.recorded_source import recorded_run, with_recorded
 from servetwin.sim.commands.roofline_source import (
@@ -24,6 +24,7 @@ from servetwin.sim.commands.roofline_source import (
     roofline_source,
 )
 from servetwin.sim.commands.show import say
+from servetwin.sim.commands.steps_source import steps_source, with_measured_limits
 from servetwin.sim.config import (
     ASSUMED_MAX_MODEL_LEN,
     ASSUMED_NUM_GPU_BLOCKS,
@@ -47,7 +48,9 @@ from servetwin.sim.plugins import PluginError, load
 from servetwin.sim.policy import load_policy
 from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
+from servetwin.sim.steptime.profiles import load_profile
 from servetwin.sim.steptime.recorded import RecordedHostModel, RecordedSteps, RecordedStepTimer
+from servetwin.sim.steptime.steps_profile import StepsProfile
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import seconds_to_ns
 
@@ -209,7 +212,12 @@ def _profile_engine(
     flags: EngineFlags, path: Path, step_time_s: float | None, seed: int, drafting: SpeculativeConfig | None
 ) -> Engine:
     _refuse_inert(flags, str(path), step_time_s, HEEDED_BY_PROFILES)
-    source = profile_source(flags, engine_options(flags, seed), path)
+    profile = load_profile(path)
+    if isinstance(profile, StepsProfile):
+        flags = with_measured_limits(flags, profile)
+        source = steps_source(flags, profile, path)
+    else:
+        source = kernels_source(flags, engine_options(flags, seed), profile, path)
     model, _ = _assumed_model(flags, source.num_gpu_blocks)
     source = replace(source, assumed=source.assumed + _assumed_limits(flags, model.max_model_len))
     return _modelled_engine(flags, source, model, seed, drafting)
@@ -261,6 +269,7 @@ def _modelled_engine(
         timer=ModelledStepTimer(source.model, tokens, source.name, drafts),
         tokens=tokens,
         runs_a_model=False,
+        host=source.host,
         assumed=source.assumed,
         described=source.described,
     )

@@ -10,17 +10,29 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.fitting_steps import fit_steps
 from servetwin.sim.commands.show import print_json, results_console
 from servetwin.sim.steptime.kernel_tables import KernelTables, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
 from servetwin.sim.steptime.profiles import KernelProfile, write_profile
+from servetwin.sim.steptime.step_sources import is_step_folder
 from servetwin.sim.steptime.table_check import TableCheck, check_tables
 
 
-def carry_out(folder: Path, out: Path | None, *, overwrite: bool, json: bool) -> int:
-    """Raises UsageError, TableError."""
+def carry_out(folders: Sequence[Path], out: Path | None, *, overwrite: bool, json: bool) -> int:
+    """Raises UsageError and other ValueErrors: of tables, profiles and runs."""
     if out is not None:
         _check_target(out, overwrite)
+    if any(is_step_folder(folder) for folder in folders):
+        return fit_steps(folders, out, json=json)
+    if len(folders) > 1:
+        raise UsageError(
+            f"{folders[1]}: tables are fitted alone; several folders must all hold measured steps"
+        )
+    return _fit_tables(folders[0], out, json=json)
+
+
+def _fit_tables(folder: Path, out: Path | None, *, json: bool) -> int:
     tables = read_tables(folder)
     KernelTimes.of(tables)
     checks = check_tables(tables)

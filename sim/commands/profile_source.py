@@ -1,4 +1,4 @@
-"""`--executor PROFILE`: step times from a profile of `servetwin fit`, or from a folder of per-kernel tables."""
+"""`--executor PROFILE`: step times from a profile of kernels, or from a folder of per-kernel tables."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from servetwin.sim.cuda_graph_sizes import cuda_graph_sizes
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.model_shape import ModelShape
 from servetwin.sim.model_shape_reader import read_model_shape
-from servetwin.sim.steptime.profiles import KernelProfile, load_profile
+from servetwin.sim.steptime.profiles import KernelProfile
 from servetwin.sim.steptime.tensor_parallel import TensorParallel
 
 HEEDED = (*OF_PROFILES, "--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
 """Flags of a card or of a real model that these step times heed."""
 
 
-def profile_source(flags: EngineFlags, options: EngineOptions, path: Path) -> StepSource:
-    """Raises UsageError, ProfileError, ModelFolderError."""
+def kernels_source(
+    flags: EngineFlags, options: EngineOptions, profile: KernelProfile, path: Path
+) -> StepSource:
+    """Step times as sums of kernels. Raises UsageError, ModelFolderError."""
     if flags.model is None:
         raise UsageError(
             f"--executor {path} needs --model FOLDER (its config.json says how many layers there are)"
         )
-    profile, shape = load_profile(path), read_model_shape(flags.model)
+    shape = read_model_shape(flags.model)
     parallel = tensor_parallel(profile, shape, flags.tensor_parallel_size, flags.gpu)
     sizes = asked_graph_sizes(options)
     assumed = []

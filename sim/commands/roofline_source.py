@@ -11,6 +11,7 @@ from servetwin.sim.cards import GIB, Card
 from servetwin.sim.commands.card_checks import check_sizes, kv_settings, named_card
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.host_model import HostModel
 from servetwin.sim.kv_bytes import KV_DTYPE_BYTES
 from servetwin.sim.kv_sizing import KVSettings, KVSizing, cache_on, given_cache
 from servetwin.sim.model_shape import ModelShape
@@ -32,6 +33,8 @@ class StepSource:
     described: dict[str, Any] = field(default_factory=dict)
     """For run.json; `note` is what every output says."""
     assumed: tuple[str, ...] = ()
+    host: HostModel | None = None
+    """Time between steps; None: none."""
 
 
 def refuse_card_flags(flags: EngineFlags, executor: str, heeded: Collection[str] = ()) -> None:

@@ -89,6 +89,33 @@ class RunProgress:
         self._progress.update(self._task, completed=self._total, run_s=ns_to_seconds(now_ns))
 
 
+class PointProgress:
+    """A progress bar of measured steps."""
+
+    def __init__(self, total: int, completed: int = 0) -> None:
+        fixed = Column(no_wrap=True)
+        self._progress = Progress(
+            TextColumn("measuring", table_column=fixed),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} steps", table_column=fixed),
+            TextColumn("{task.fields[kind]}", table_column=fixed),
+            TimeElapsedColumn(table_column=fixed),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("", total=total, completed=completed, kind="")
+
+    def __enter__(self) -> PointProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, kind: str) -> None:
+        """One more, of that kind."""
+        self._progress.update(self._task, advance=1, kind=kind)
+
+
 def results_console() -> Console:
     """Tables need 80 columns; a narrower terminal breaks their lines rather than their numbers."""
     return Console(width=max(Console().width, 80))

@@ -53,8 +53,10 @@ class StepModel(Protocol):
     def durations_ns(self, features: StepFeatures) -> Ints:
         """Integer nanoseconds, shape [n]; 0 exactly for steps without tokens.
 
-        A model with a method `outside(features) -> bool [n]` says which of them lie beyond what was measured, one with
-        `graph_tokens(features) -> int [n]` the padded size of those that run as a CUDA graph (0: it does not).
+        Optional: `outside(features) -> bool [n]` says which of them lie beyond what was measured,
+        `prepare_ns(features) -> int [n]` how long the worker prepares them, `graph_tokens(features) -> int [n]` the
+        padded size of those that run as a CUDA graph (0: it does not), and `overlaps_preparation = False` that the
+        worker prepares none of them before the one in front of it is through.
         """
         ...
 

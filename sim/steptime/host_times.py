@@ -31,6 +31,8 @@ class HostTimes(BaseModel):
     update_per_row_ns: NonNegativeInt
     turnaround_ns: NonNegativeInt
     """From the end of a step on the device to the worker's beginning of the next one that it already has."""
+    overlaps_preparation: bool
+    """The worker was seen preparing a step while the device ran the one before."""
 
     @classmethod
     def of(cls, steps: list[pd.DataFrame]) -> HostTimes | None:
@@ -51,11 +53,20 @@ class HostTimes(BaseModel):
             update_base_ns=update[0],
             update_per_row_ns=update[1],
             turnaround_ns=_turnaround_ns([s[s["rows"] > 0] for s in steps]),
+            overlaps_preparation=any(overlaps_preparation(s) for s in steps),
         )
 
     def model(self) -> LinearHostModel:
         """For the simulation, where the turnaround is part of the worker's preparation."""
-        return LinearHostModel(**self.model_dump(exclude={"turnaround_ns"}))
+        return LinearHostModel(**self.model_dump(exclude={"turnaround_ns", "overlaps_preparation"}))
+
+
+def overlaps_preparation(steps: pd.DataFrame) -> bool:
+    """Whether any step of the run was prepared before the one in front of it had left the device."""
+    busy = steps[steps["rows"] > 0]
+    device_end = (busy["device_start_s"] + busy["device_s"]).to_numpy()[:-1]
+    # Seconds in a file are rounded nanoseconds.
+    return bool((busy["prepare_start_s"].to_numpy()[1:] < device_end - 1e-9).any())
 
 
 def _fitted(columns: list[Floats], times_s: pd.Series[float]) -> list[int]:

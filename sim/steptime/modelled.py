@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,20 @@ class ConstantStepModel:
         return np.where(features.new_tokens > 0, np.int64(self.step_ns), np.int64(0))
 
 
+class _Times(NamedTuple):
+    """What a step model says of one step."""
+
+    prepare_ns: int
+    device_ns: int
+    outside: bool
+    """It is extrapolated."""
+    graph_tokens: int | None
+    """Padded size where a graph runs."""
+
+
+_NONE = _Times(0, 0, outside=False, graph_tokens=None)
+
+
 class ModelledStepTimer:
     """A StepTimer made of a step model, a source of tokens and, with speculative decoding, a model of its drafts.
 
@@ -42,6 +57,8 @@ class ModelledStepTimer:
     ) -> None:
         self._model = model
         self._outside: Callable[[StepFeatures], Bools] | None = getattr(model, "outside", None)
+        self._prepare: Callable[[StepFeatures], Ints] | None = getattr(model, "prepare_ns", None)
+        self.overlaps_preparation = bool(getattr(model, "overlaps_preparation", True))
         self._graph_tokens: Callable[[StepFeatures], Ints] | None = getattr(model, "graph_tokens", None)
         self._drafts = drafts
         self._tokens = tokens
@@ -51,21 +68,20 @@ class ModelledStepTimer:
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = self._reader.rows(plan)
         shape = shape_of(rows, num_admitted(plan))
-        duration, outside, graph_tokens = self._duration(shape) if rows else (0, False, None)
+        times = self._times(shape) if rows else _NONE
         output, draft_token_ids = sampled_output(plan, rows, self._tokens, self._drafts)
         return StepResult(
-            0,
-            duration,
+            times.prepare_ns,
+            times.device_ns,
             output,
             self._source,
-            graph_tokens=graph_tokens,
+            graph_tokens=times.graph_tokens,
             draft_token_ids=draft_token_ids,
             shape=shape,
-            outside=outside,
+            outside=times.outside,
         )
 
-    def _duration(self, shape: StepShape) -> tuple[int, bool, int | None]:
-        """(ns, whether that is extrapolated, padded size where a graph runs)"""
+    def _times(self, shape: StepShape) -> _Times:
         features = StepFeatures.of([shape])
         duration = int(self._model.durations_ns(features)[0])
         if duration < 1:
@@ -73,6 +89,9 @@ class ModelledStepTimer:
                 f"the step model {self._source!r} gives {duration} ns for a step of {shape.new_tokens} tokens; "
                 "a step with tokens must take at least 1 ns"
             )
-        outside = self._outside is not None and bool(self._outside(features)[0])
-        graph_tokens = None if self._graph_tokens is None else int(self._graph_tokens(features)[0]) or None
-        return duration, outside, graph_tokens
+        return _Times(
+            0 if self._prepare is None else int(self._prepare(features)[0]),
+            duration,
+            self._outside is not None and bool(self._outside(features)[0]),
+            None if self._graph_tokens is None else int(self._graph_tokens(features)[0]) or None,
+        )

@@ -6,15 +6,17 @@ A profile is one JSON file (`servetwin fit ... -o FILE`); a folder of per-kernel
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from servetwin.sim.config import explain
 from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.kernel_tables import ATTENTION_AXES, KernelTables, is_table_folder, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
+from servetwin.sim.steptime.step_sources import is_step_folder
+from servetwin.sim.steptime.steps_profile import StepsProfile
 from servetwin.sim.steptime.tensor_parallel import TensorParallel
 
 Columns = dict[str, list[float]]
@@ -112,22 +114,30 @@ def _columns(rows: Any) -> Columns:
     return {str(name): np.asarray(rows[name], dtype=np.float64).tolist() for name in rows.columns}
 
 
-def load_profile(path: str | Path) -> KernelProfile:
+Profile = KernelProfile | StepsProfile
+_ANY: TypeAdapter[Profile] = TypeAdapter(Annotated[Profile, Field(discriminator="kind")])
+
+
+def load_profile(path: str | Path) -> Profile:
     """From a file, or a folder of per-kernel tables. Raises ProfileError, TableError, OSError."""
     path = Path(path)
     if path.is_dir():
         if is_table_folder(path):
             return KernelProfile.of(read_tables(path), [])
+        if is_step_folder(path):
+            raise ProfileError(
+                f"{path}: holds measured steps; `servetwin fit {path} -o FILE` makes a profile of them"
+            )
         raise ProfileError(f"{path}: is a folder without attention.csv, and no profile of `servetwin fit`")
     if not path.is_file():
         raise ProfileError(f"{path}: no such file or folder")
     try:
-        return KernelProfile.model_validate_json(path.read_bytes())
+        return _ANY.validate_json(path.read_bytes())
     except ValidationError as e:
         raise ProfileError(f"{path}: is no profile of `servetwin fit`: {explain(e)}") from e
 
 
-def write_profile(profile: KernelProfile, path: Path) -> None:
+def write_profile(profile: Profile, path: Path) -> None:
     """Whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(profile.model_dump_json(), encoding="utf-8")

@@ -74,7 +74,7 @@ class SmoothRatio:
     def _weighted(self, log_ratios: Floats, counts: Floats) -> SmoothRatio:
         """The same with the weights of these observations: the middle of many is surer than one."""
         covariance = self._covariance(self._scaled_centres) + np.diag(self.noise / counts)
-        weights = np.linalg.solve(covariance, log_ratios)
+        weights: Floats = np.linalg.solve(covariance, log_ratios)
         return SmoothRatio(
             self.centres, tuple(weights.tolist()), self.length_scales, self.variance, self.noise
         )

@@ -24,6 +24,8 @@ from servetwin.sim.steptime.step_sources import StepsSource
 
 Floats = NDArray[np.float64]
 REGIMES = ("prefill", "decode", "mixed")
+LEAST_TESTED = 10
+"""Steps of a regime in a run that was left out, for an error to be worth its name."""
 LEAST_STEPS = 20
 """Of a run, to say something about the level of the others."""
 
@@ -62,9 +64,10 @@ class StepFit:
     held_out: tuple[HeldOut, ...]
 
     @property
-    def calibrated(self) -> bool:
-        """Every regime that occurs in the sources was foretold for a run that was left out."""
-        return bool(self.held_out)
+    def untested(self) -> tuple[str, ...]:
+        """Regimes of which no run that was left out has enough steps: for these nothing is known of the error."""
+        tested = {h.regime for h in self.held_out if h.errors.n >= LEAST_TESTED}
+        return tuple(regime for regime in REGIMES if regime not in tested)
 
 
 def fit_sources(sources: Sequence[StepsSource]) -> StepFit:

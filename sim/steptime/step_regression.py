@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servetwin.sim.steptime.features import Bools, Ints, StepFeatures
-from servetwin.sim.steptime.graph_sizes import padded_tokens
+from servetwin.sim.steptime.graph_sizes import graph_tokens
 from servetwin.sim.steptime.measured_steps import MeasuredSteps, joined
 from servetwin.sim.steptime.physical import PhysicalModel
 from servetwin.sim.steptime.smooth_ratio import SmoothRatio, merged
@@ -40,7 +40,9 @@ class StepRegression:
     """The measured region: the most of each quantity of `extent`."""
     graph_sizes: tuple[int, ...] = ()
     """Sizes of captured decode batches."""
-    overlaps_preparation: bool = False
+    turnaround_ns: int = 0
+    """What the worker takes between two steps beyond preparing; part of `prepare_ns`."""
+    overlaps_preparation: bool = True
     """The worker prepares a step while the device runs the one before."""
 
     @classmethod
@@ -50,7 +52,7 @@ class StepRegression:
             raise ValueError("no measured steps to fit to")
         steps = joined(sources)
         importance = np.concatenate([np.full(len(source), 1 / max(len(source), 1)) for source in sources])
-        terms = device_terms(steps.features, padded_tokens(steps.features, graph_sizes))
+        terms = device_terms(steps.features, _computed(steps.features, graph_sizes))
         device = PhysicalModel.fit_robust(terms, steps.device_us, importance)
         prepare = PhysicalModel.fit_robust(
             prepare_terms(steps.features), np.maximum(steps.prepare_us, LEAST_US), importance
@@ -70,26 +72,36 @@ class StepRegression:
 
     def physical_us(self, features: StepFeatures) -> Floats:
         """Without the correction, [n]."""
-        found: Floats = device_terms(features, self.computed_tokens(features)) @ np.array(self.device_weights)
+        terms = device_terms(features, _computed(features, self.graph_sizes))
+        found: Floats = terms @ np.array(self.device_weights)
         return found
 
-    def computed_tokens(self, features: StepFeatures) -> Ints:
-        """With the padding of captured graphs, [n]."""
-        return padded_tokens(features, self.graph_sizes)
+    def graph_tokens(self, features: StepFeatures) -> Ints:
+        """The size that each step is padded to, [n]; 0 where it runs without a graph."""
+        return _decode_graphs(features, self.graph_sizes)
 
     def prepare_ns(self, features: StepFeatures) -> Ints:
         """Host time to update states and pack the batch, integer ns [n]."""
         us = prepare_terms(features) @ np.array(self.prepare_weights)
-        return np.where(features.new_tokens > 0, np.rint(us * 1e3), 0).astype(np.int64)
+        return np.where(features.new_tokens > 0, np.rint(us * 1e3) + self.turnaround_ns, 0).astype(np.int64)
 
     def outside(self, features: StepFeatures) -> Bools:
         """Which steps [n] have more of something than any measured one. Below the least, launching rules."""
-        beyond: Bools = (extent(features) > np.array(self.highest)).any(axis=1)
-        return beyond
+        return np.asarray((extent(features) > np.array(self.highest)).any(axis=1), dtype=np.bool_)
 
     def _log_ratio(self, features: StepFeatures) -> Floats:
         found = np.clip(self.correction(coordinates(features)), -BOUND, BOUND)
         return np.where(self.outside(features), 0.0, found)
+
+
+def _decode_graphs(features: StepFeatures, graph_sizes: tuple[int, ...]) -> Ints:
+    """The executor captures decode batches alone."""
+    return np.where(features.prefill_rows == 0, graph_tokens(features, graph_sizes), 0)
+
+
+def _computed(features: StepFeatures, graph_sizes: tuple[int, ...]) -> Ints:
+    """Tokens with the padding of captured graphs, [n]."""
+    return np.maximum(features.new_tokens, _decode_graphs(features, graph_sizes))
 
 
 def _correction(sources: list[MeasuredSteps], log_ratios: Floats) -> SmoothRatio:

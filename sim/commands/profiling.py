@@ -1,0 +1,143 @@
+"""What `servetwin profile` does: single steps first, then live runs, all into one folder that can be gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from servetwin.sim.commands.engine import engine_options
+from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.flags import EngineFlags
+from servetwin.sim.commands.interrupt import StopRequest
+from servetwin.sim.commands.profile import ProfileFlags
+from servetwin.sim.commands.profile_loads import run_live_loads
+from servetwin.sim.commands.roofline_source import refuse_card_flags
+from servetwin.sim.commands.show import PointProgress, print_json, results_console, say
+from servetwin.sim.config import ExecutorOptions
+from servetwin.sim.model_folder import read_model_config
+from servetwin.sim.plugins import load
+from servetwin.sim.profiler import StepProfiler
+from servetwin.sim.steptime.measured_steps import MeasuredSteps
+from servetwin.sim.steptime.profile_folder import (
+    PROFILE_HEADER,
+    ProfileFolderError,
+    ProfileWriter,
+    read_profile_folder,
+)
+from servetwin.sim.steptime.step_fit import coverage
+
+PART = 20
+"""Points that are written at a time."""
+
+
+def carry_out(flags: ProfileFlags, engine: EngineFlags) -> int:
+    """Returns the exit code. Raises UsageError and other ValueErrors, KeyboardInterrupt with everything written."""
+    options = _checked(flags, engine)
+    say(f"loading {engine.model}")
+    with StopRequest() as stop, closing(_profiler(options)) as profiler:
+        writer = _writer(flags, profiler)
+        _measure(profiler, writer, flags, stop)
+    if flags.live_seconds:
+        run_live_loads(writer, engine, flags)
+    rows = read_profile_folder(flags.out).rows
+    writer.end(coverage(MeasuredSteps.of_points(rows).features))
+    _show(flags, writer, rows)
+    return 0
+
+
+def _checked(flags: ProfileFlags, engine: EngineFlags) -> ExecutorOptions:
+    """What the executor is built from. Raises UsageError before anything is loaded."""
+    for name in ("points", "repetitions"):
+        if getattr(flags, name) < 1:
+            raise UsageError(f"--{name} {getattr(flags, name)}: must be 1 or more")
+    for name in ("point_seconds", "live_seconds"):
+        value = getattr(flags, name)
+        least = 0 if name == "live_seconds" else 1e-3
+        if not least <= value <= 86_400:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least:g} to 86400")
+    if engine.model is None:
+        raise UsageError("profile needs --model: a local Hugging Face folder")
+    refuse_card_flags(engine, "torch")
+    if engine.speculative_config is not None:
+        raise UsageError("--speculative-config: steps are profiled without drafts")
+    if engine.vllm_args is not None:
+        raise UsageError("--vllm-args: give profile its own flags")
+    if (flags.out / PROFILE_HEADER).is_file() and not flags.resume:
+        raise ProfileFolderError(f"{flags.out}: holds a profile; --resume goes on with it")
+    model = read_model_config(engine.model, engine.max_model_len)
+    options = engine_options(engine, flags.seed)
+    seqs, tokens = options.limits(model.max_model_len)
+    return options.executor_options().model_copy(
+        update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+    )
+
+
+def _profiler(options: ExecutorOptions) -> StepProfiler:
+    profiler: StepProfiler = load("servetwin.profilers", "torch")(options)
+    return profiler
+
+
+def _writer(flags: ProfileFlags, profiler: StepProfiler) -> ProfileWriter:
+    limits = dict(profiler.limits)
+    parts: dict[str, dict[str, Any]] = {
+        "about": {**profiler.describe(), "date": date.today().isoformat()},
+        "engine": {
+            "num_gpu_blocks": limits.pop("num_blocks"),
+            **limits,
+            "vocab_size": profiler.model_config.vocab_size,
+        },
+        "design": {"points": flags.points, "repetitions": flags.repetitions, "seed": flags.seed},
+    }
+    begun = (flags.out / PROFILE_HEADER).is_file()
+    return (ProfileWriter.resume if begun else ProfileWriter.begin)(flags.out, **parts)
+
+
+def _measure(profiler: StepProfiler, writer: ProfileWriter, flags: ProfileFlags, stop: StopRequest) -> None:
+    """The points that are not there yet."""
+    points = profiler.design(flags.points, flags.seed)
+    if len(points) < flags.points:
+        say(f"the engine can run {len(points)} different steps of the design")
+    if writer.measured:
+        say(f"{writer.measured} of {len(points)} points are there already")
+    rows: list[dict[str, Any]] = []
+    with PointProgress(len(points), writer.measured) as progress:
+        try:
+            for point in points[writer.measured :]:
+                rows.append(profiler.measure(point, flags.repetitions, flags.point_seconds))
+                progress.advance(point.kind)
+                if len(rows) == PART:
+                    rows = _written(writer, rows)
+                stop.raise_if_asked()
+        finally:
+            _written(writer, rows)
+
+
+def _written(writer: ProfileWriter, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if rows:
+        writer.add(rows)
+    return []
+
+
+def _show(flags: ProfileFlags, writer: ProfileWriter, rows: Sequence[dict[str, Any]]) -> None:
+    header = read_profile_folder(flags.out).header
+    if flags.json:
+        print_json({"profile": str(flags.out), **{k: v for k, v in header.items() if k != "parts"}})
+        return
+    console = results_console()
+    kinds = [row["kind"] for row in rows]
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    console.print(f"{len(rows):,} steps measured one by one ({counts}) on {header['about'].get('device')}")
+    for name, (least, most) in header["coverage"].items():
+        console.print(f"  {name.replace('_', ' ')}: {least:,} to {most:,}")
+    if writer.live:
+        console.print(f"live runs: {', '.join(writer.live)}")
+    Console().print(f"next: servetwin fit {flags.out} -o {_file_of(flags.out)}", soft_wrap=True)
+
+
+def _file_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".json")
