@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from pydantic import ValidationError
@@ -15,10 +16,12 @@ from servetwin.sim.commands.show import print_json, results_console, say
 from servetwin.sim.commands.validate import ValidateFlags
 from servetwin.sim.config import ASSUMED_NUM_GPU_BLOCKS, EngineConfig, explain
 from servetwin.sim.engine_options import EngineOptions
+from servetwin.sim.host_model import HostModel
 from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.model_shape_reader import read_model_shape
-from servetwin.sim.steptime.kernel_model import KernelStepModel
+from servetwin.sim.steptime.features import StepModel
 from servetwin.sim.steptime.profiles import Calibration, KernelProfile, load_profile, write_profile
+from servetwin.sim.validation.again import Again, measured_again
 from servetwin.sim.validation.calibration import calibrate, first_half, second_half
 from servetwin.sim.validation.comparison import (
     Band,
@@ -26,21 +29,43 @@ from servetwin.sim.validation.comparison import (
     Load,
     MetricComparison,
     compare_curves,
+    compare_gaps,
     compare_metrics,
     load_of,
     makespan_s,
     residual_bands,
     throughput_tokens_per_s,
 )
-from servetwin.sim.validation.measured import FORMULAS, METRICS, MeasuredRun, MeasuredRunError, metrics_of
+from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError, gaps_of, metrics_of
+from servetwin.sim.validation.plan_agreement import PlanAgreement, plan_agreement
 from servetwin.sim.validation.read_measured import read_measured
 from servetwin.sim.validation.replay import NoisyModel, SimulatedRun, requests_of, simulated
+from servetwin.sim.validation.step_errors import StepErrors, measured_steps, step_errors
 from servetwin.workloads import ReadOptions, RequestSpec, read_trace
 
 THRESHOLD_MISSED = 4
 NOISE = 0.03
 """Standard deviation of a step's time from one time to the next, relative."""
 ENGINE = ("block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "async_scheduling")
+"""Settings of the engine that have a flag ..."""
+OF_THE_RUN = (
+    "enable_chunked_prefill",
+    "long_prefill_token_threshold",
+    "max_num_scheduled_tokens",
+    "scheduler_reserve_full_isl",
+    "scheduling_policy",
+)
+"""... and those that are as the measured run says."""
+
+
+Replay = Callable[[StepModel], SimulatedRun]
+"""The measured run simulated again, with these step times."""
+
+
+class Profile(Protocol):
+    """What `load_profile` gives. One with a method `host_model() -> HostModel | None` says the host's time, too."""
+
+    def step_model(self, num_layers: int) -> StepModel: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +76,7 @@ class Validation:
     engine: EngineConfig
     assumed: tuple[str, ...]
     metrics: dict[str, MetricComparison]
-    """Of all requests."""
+    """Of all requests, and the pooled ITL where both sides know it."""
     judged: dict[str, MetricComparison]
     """Of those that the thresholds are for: all, or the half that was not fitted to."""
     factor: float | None
@@ -61,6 +86,10 @@ class Validation:
     curve_shift_s: float
     curves: dict[str, CurveComparison]
     bands: list[Band]
+    step_errors: dict[str, StepErrors]
+    """Of measured steps, by regime; nothing where the run does not say them."""
+    plans: PlanAgreement | None
+    again: Again | None
     load: Load
     simulated: SimulatedRun
     outside_steps: int
@@ -89,48 +118,58 @@ def carry_out(path: Path, flags: ValidateFlags) -> int:
 
 def validation(path: Path, flags: ValidateFlags) -> Validation:
     """Raises UsageError, MeasuredRunError, and the errors of profiles and models (all ValueErrors)."""
-    thresholds = {"ttft": flags.max_ttft_error, "tpot": flags.max_tpot_error, "e2e": flags.max_e2e_error}
-    for name, percent in thresholds.items():
-        if not 0 < percent < np.inf:
-            raise UsageError(f"--max-{name}-error {percent}: must be above 0, in percent")
+    thresholds = _thresholds(flags)
     if flags.noise_runs < 0:
         raise UsageError(f"--noise-runs {flags.noise_runs}: must be 0 or more")
     _check_target(flags)
     profile = load_profile(flags.profile)
-    model = _step_model(profile, flags)
+    model, host = _step_model(profile, flags), _host_model(profile)
     run = read_measured(path)
+    second = None if flags.again is None else measured_again(run, read_measured(flags.again))
     engine, assumed = engine_of(run, flags)
     requests = requests_of(run, _prompts(run, path, flags.workload))
-    factor = None
+    replay = partial(simulated, requests, engine, host=host)
+    factor, part = None, slice(None)
     if flags.calibrate == "first-half":
-        if len(requests) < 4:
-            raise UsageError(f"--calibrate first-half: the run has {len(requests)} requests, 4 are needed")
-        factor = calibrate(
-            run, requests, engine, model, on_try=lambda f: say(f"simulating with factor {f:.4f}")
-        )
-        model = model.scaled(factor)
-        if flags.save_profile is not None:
-            _save(profile, factor, run, flags.save_profile)
+        model, factor = _calibrated(profile, run, replay, flags)
+        part = second_half(run)
     say(f"simulating {len(requests):,} requests")
-    again = simulated(requests, engine, model)
-    part = slice(None) if factor is None else second_half(run)
-    shift_s, curves = compare_curves(run, again)
+    twin = replay(model)
+    shift_s, curves = compare_curves(run, twin)
     return Validation(
         run=run,
         engine=engine,
         assumed=assumed,
-        metrics=compare_metrics(run.requests, again.requests),
-        judged=compare_metrics(run.requests, again.requests, part),
+        metrics=compare_metrics(run.requests, twin.requests) | compare_gaps(run.gaps, gaps_of(twin.log)),
+        judged=compare_metrics(run.requests, twin.requests, part),
         factor=factor,
-        noise_percent=_noise(requests, engine, model, again, part, flags.noise_runs),
+        noise_percent=_noise(replay, model, twin, part, flags.noise_runs),
         curve_shift_s=shift_s,
         curves=curves,
-        bands=residual_bands(run.requests, again),
-        load=load_of(again),
-        simulated=again,
-        outside_steps=int(again.steps["predicted_outside"].sum()),
+        bands=residual_bands(run.requests, twin),
+        step_errors=_step_errors(run, model, second),
+        plans=None if run.log is None else plan_agreement(run.log, twin.log),
+        again=second,
+        load=load_of(twin),
+        simulated=twin,
+        outside_steps=int(twin.steps["predicted_outside"].sum()),
         thresholds=thresholds,
     )
+
+
+def _thresholds(flags: ValidateFlags) -> dict[str, float]:
+    thresholds = {"ttft": flags.max_ttft_error, "tpot": flags.max_tpot_error, "e2e": flags.max_e2e_error}
+    for name, percent in thresholds.items():
+        if not 0 < percent < np.inf:
+            raise UsageError(f"--max-{name}-error {percent}: must be above 0, in percent")
+    return thresholds
+
+
+def _step_errors(run: MeasuredRun, model: StepModel, again: Again | None) -> dict[str, StepErrors]:
+    steps = measured_steps(run.log)
+    if steps is None:
+        return {}
+    return step_errors(steps, model, None if again is None else measured_steps(again.run.log))
 
 
 def _check_target(flags: ValidateFlags) -> None:
@@ -144,19 +183,39 @@ def _check_target(flags: ValidateFlags) -> None:
         raise UsageError(f"--save-profile {flags.save_profile}: must be a new file in a folder that exists")
 
 
-def _save(profile: KernelProfile, factor: float, run: MeasuredRun, path: Path) -> None:
-    on = f"mean TPOT of the first {first_half(run).stop} requests of {run.path}"
-    write_profile(profile.model_copy(update={"calibrated": Calibration(value=factor, on=on)}), path)
-    say(f"wrote {path}")
+def _calibrated(
+    profile: Profile, run: MeasuredRun, replay: Replay, flags: ValidateFlags
+) -> tuple[StepModel, float]:
+    """The model whose dense operators are fitted to the first half, and their factor. Raises UsageError."""
+    if not isinstance(profile, KernelProfile):
+        raise UsageError(
+            f"--calibrate first-half: {flags.profile} has no dense operators; their factor is what is fitted"
+        )
+    if len(run.requests) < 4:
+        raise UsageError(f"--calibrate first-half: the run has {len(run.requests)} requests, 4 are needed")
+    model = profile.step_model(read_model_shape(flags.model).num_layers)
+    factor = calibrate(run, replay, model, on_try=lambda f: say(f"simulating with factor {f:.4f}"))
+    if flags.save_profile is not None:
+        on = f"mean TPOT of the first {first_half(run).stop} requests of {run.path}"
+        calibrated = profile.model_copy(update={"calibrated": Calibration(value=factor, on=on)})
+        write_profile(calibrated, flags.save_profile)
+        say(f"wrote {flags.save_profile}")
+    return model.scaled(factor), factor
 
 
-def _step_model(profile: KernelProfile, flags: ValidateFlags) -> KernelStepModel:
+def _step_model(profile: Profile, flags: ValidateFlags) -> StepModel:
     """The profile's step times for the model. Raises ValueErrors."""
     if flags.tensor_parallel_size != 1:
         raise UsageError(
             f"--tensor-parallel-size {flags.tensor_parallel_size}: the tables are of one card, and so must the run be"
         )
     return profile.step_model(read_model_shape(flags.model).num_layers)
+
+
+def _host_model(profile: Profile) -> HostModel | None:
+    """None: the host takes no time."""
+    make: Callable[[], HostModel | None] | None = getattr(profile, "host_model", None)
+    return None if make is None else make()
 
 
 def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, tuple[str, ...]]:
@@ -167,9 +226,8 @@ def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, tup
             f"--tensor-parallel-size {flags.tensor_parallel_size}: the run was measured with "
             f"{said['tensor_parallel_size']}"
         )
-    settings = {
-        name: getattr(flags, name) if getattr(flags, name) is not None else said.get(name) for name in ENGINE
-    }
+    settings = {name: said.get(name) for name in (*ENGINE, *OF_THE_RUN)}
+    settings |= {name: getattr(flags, name) for name in ENGINE if getattr(flags, name) is not None}
     given = {name: value for name, value in settings.items() if value is not None}
     if settings["max_num_seqs"] is None or settings["max_num_batched_tokens"] is None:
         assumed.append("max_num_seqs 256 and max_num_batched_tokens 2,048 where the run does not say them")
@@ -216,23 +274,18 @@ def _prompts(run: MeasuredRun, path: Path, workload: Path | None) -> Sequence[Re
 
 
 def _noise(
-    requests: Sequence[RequestSpec],
-    engine: EngineConfig,
-    model: KernelStepModel,
-    without: SimulatedRun,
-    part: slice,
-    runs: int,
+    replay: Replay, model: StepModel, without: SimulatedRun, part: slice, runs: int
 ) -> dict[str, float]:
     """Standard deviation of each mean in percent, over runs that differ in the noise of their steps alone."""
     if runs < 2:
         return {}
-    means: dict[str, list[float]] = {name: [] for name in FORMULAS}
+    plain = {name: float(np.nanmean(values[part])) for name, values in metrics_of(without.requests).items()}
+    means: dict[str, list[float]] = {name: [] for name in plain}
     for seed in range(runs):
         say(f"simulating with noise, {seed + 1} of {runs}")
-        noisy = metrics_of(simulated(requests, engine, NoisyModel(model, NOISE, seed)).requests)
+        noisy = metrics_of(replay(NoisyModel(model, NOISE, seed)).requests)
         for name in means:
             means[name].append(float(np.nanmean(noisy[name][part])))
-    plain = {name: float(np.nanmean(values[part])) for name, values in metrics_of(without.requests).items()}
     return {
         name: 100 * float(np.std(of, ddof=1)) / plain[name] for name, of in means.items() if plain[name] > 0
     }
@@ -254,6 +307,3 @@ def totals(found: Validation) -> dict[str, dict[str, Any]]:
         name: {"measured": figure(found.run.requests), "simulated": figure(found.simulated.requests)}
         for name, figure in pairs.items()
     }
-
-
-SHOWN = (*METRICS, "scheduled_to_first")
