@@ -7,6 +7,7 @@ points covers the whole evenly, so a profile may end early and go on later.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -86,7 +87,7 @@ def _point(limits: GridLimits, kind: Kind, place: Sequence[float]) -> GridPoint:
 def _logarithmic(place: float, most: int) -> int:
     """From 1 to `most`, evenly in the logarithm."""
     most = max(most, 1)
-    return min(max(round(float(most) ** place), 1), most)
+    return min(max(round(math.pow(most, place)), 1), most)
 
 
 def _most_context(limits: GridLimits, rows: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import pytest
 from kernel_folders import write_csv, write_model, write_skew, write_tables
 
 from servetwin.sim.cli import run
+from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.runs import read_run
 from servetwin.sim.steptime.fit import fit_tables
 from servetwin.sim.steptime.profiles import load_profile
+from servetwin.sim.steptime.step_regression import StepRegression
 from servetwin.sim.tables import differences
 from servetwin.sim.validation.comparison import compare_curves
 from servetwin.sim.validation.read_measured import read_measured
+from servetwin.sim.validation.replay import simulated
+from servetwin.sim.validation.step_errors import measured_steps
 
 ENGINE = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
 Command = Callable[..., tuple[int, str, str]]
@@ -285,6 +290,214 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
         assert code == 2, err
         assert message in err
         assert err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- step by step
+
+
+def test_a_twin_agrees_in_every_step(command: Command, measured: Path, tables: Path, model: Path) -> None:
+    _, found = compared(command, measured, tables, model)
+    steps = read_run(measured).steps
+    plans, regimes = found["plans"], found["steps_by_regime"]
+    assert plans["parting"] is None
+    assert plans["steps"] == [plans["agreeing_steps"]] * 2 == [int((steps.rows > 0).sum())] * 2
+    assert plans["drift"]["largest_ms"] == 0
+    inside = regimes["all"]["n"]
+    assert inside + regimes.get("outside", {"n": 0})["n"] == plans["agreeing_steps"]
+    assert all(errors["mape_percent"] == pytest.approx(0, abs=1e-6) for errors in regimes.values())
+    # Like steps differ by what their contexts differ.
+    assert 0 <= found["step_noise_percent"] < 3
+    assert found["metrics"]["itl"]["measured"] == found["metrics"]["itl"]["simulated"]
+
+
+def test_a_batch_is_foretold_as_it_was_measured(
+    command: Command, measured: Path, tmp_path: Path, model: Path
+) -> None:
+    """Slower tables make other plans; the errors of the measured steps know nothing of that."""
+    _, found = compared(command, measured, scaled_tables(tmp_path, 1.3), model, "--max-e2e-error", 99)
+    assert found["plans"]["parting"]["kind"] == "arrival"
+    assert found["plans"]["drift"]["last_ms"] > 0
+    assert 10 < found["steps_by_regime"]["all"]["bias_percent"] < 30
+    assert found["again"] is None
+
+
+def test_the_report_for_people_goes_step_by_step(
+    command: Command, measured: Path, tmp_path: Path, model: Path
+) -> None:
+    slow = scaled_tables(tmp_path, 1.3)
+    _, out, _ = command("validate", measured, "--profile", slow, "--model", model, "--noise-runs", 0)
+    said = " ".join(out.split())
+    assert "Steps, one by one (the measured batch, foretold)" in said
+    assert "plans agree for the first " in said
+    assert " came " in said
+    assert "ITL = gaps between successive outputs" in said
+    assert "second run" not in said
+
+
+def test_a_second_measured_run_stands_beside_each_error(
+    command: Command, measured: Path, tmp_path: Path, tables: Path, model: Path, workload: Path
+) -> None:
+    """The same load on an engine a little slower; its requests stand in another order in its tables."""
+    second = tmp_path / "second"
+    arguments = ["--executor", scaled_tables(tmp_path, 1.1), "--model", model, *ENGINE, "--out", second]
+    assert command("run", workload, *arguments)[0] == 0
+    _, found = compared(command, measured, tables, model, "--again", second)
+    again, first = found["again"], read_run(measured).requests.set_index("request_id")
+    theirs = read_run(second).requests.set_index("request_id").loc[first.index]
+    ratio = (theirs.last_token_s - theirs.queued_s).mean() / (first.last_token_s - first.queued_s).mean()
+    assert again["difference_percent"]["e2e"]["mean"] == pytest.approx(100 * (ratio - 1))
+    assert again["difference_percent"]["itl"]["mean"] > 2
+    assert again["plans"]["parting"]["words"].count("the second run") == 1
+    assert 2 < found["steps_by_regime"]["decode"]["again"]["bias_percent"] < 10
+    assert found["metrics"]["e2e"]["error_percent"]["mean"] == 0
+    command_line = ["validate", measured, "--profile", tables, "--model", model, "--noise-runs", 0]
+    _, out, _ = command(*command_line, "--again", second)
+    assert "put in the place of a model" in " ".join(out.split())
+    assert "the two measured runs: plans agree for the first" in " ".join(out.split())
+
+
+def test_a_second_run_of_another_load_is_refused(
+    command: Command, measured: Path, tmp_path: Path, tables: Path, model: Path, workload: Path
+) -> None:
+    rows = [json.loads(line) for line in workload.read_text().splitlines()]
+    rows[3]["prompt_tokens"] += 1
+    for name, kept, message in (
+        ("fewer", rows[:-1], "completed 39 requests, "),
+        ("other", rows, "request 'r3' has a prompt of "),
+    ):
+        path, out = tmp_path / f"{name}.jsonl", tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        assert command("run", path, "--executor", tables, "--model", model, *ENGINE, "--out", out)[0] == 0
+        code, _, err = command("validate", measured, "--profile", tables, "--model", model, "--again", out)
+        assert code == 2
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_without_a_run_folder_there_are_no_steps(
+    command: Command, measured: Path, tmp_path: Path, tables: Path, model: Path
+) -> None:
+    lines = as_request_lines(tmp_path / "lines", measured)
+    _, found = compared(command, lines, tables, model, "--again", measured)
+    assert found["plans"] is found["steps_by_regime"] is found["step_noise_percent"] is None
+    assert "itl" not in found["metrics"]
+    assert found["again"]["plans"] is None
+    assert set(found["again"]["difference_percent"]) >= {"ttft", "tpot", "e2e"}
+
+
+def test_an_engine_is_what_the_run_says_it_was(
+    command: Command, tmp_path: Path, tables: Path, model: Path, workload: Path
+) -> None:
+    """Also its policy and its limit of long prompts, which no flag of `validate` names."""
+    rows = [json.loads(line) for line in workload.read_text().splitlines()]
+    path, out = tmp_path / "priorities.jsonl", tmp_path / "out"
+    path.write_text("".join(json.dumps(row | {"priority": -place}) + "\n" for place, row in enumerate(rows)))
+    engine = [*ENGINE, "--scheduling-policy", "priority", "--long-prefill-token-threshold", 64]
+    assert command("run", path, "--executor", tables, "--model", model, *engine, "--out", out)[0] == 0
+    _, found = compared(command, out, tables, model)
+    assert found["plans"]["parting"] is None
+    assert found["engine"]["scheduler"]["policy"] == "priority"
+
+
+def test_answers_that_a_token_ended_end_so_again(
+    command: Command, tmp_path: Path, tables: Path, model: Path, workload: Path
+) -> None:
+    """Asynchronous scheduling learns of a stop a step late, so the row is in flight once more."""
+    rows = [json.loads(line) for line in workload.read_text().splitlines()]
+    for row in rows[::2]:
+        answer = [5] * (row["output_tokens"] - 1) + [9]
+        row |= {"output_token_ids": answer, "stop_token_ids": [9], "output_tokens": len(answer) + 20}
+    path, out = tmp_path / "stops.jsonl", tmp_path / "out"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--executor", tables, "--model", model, *ENGINE, "--async-scheduling", "--out", out]
+    assert command("run", path, *arguments)[0] == 0
+    assert set(read_run(out).requests.finish_reason) == {"length", "stop"}
+    _, found = compared(command, out, tables, model)
+    assert found["plans"]["parting"] is None
+
+
+class WholeSteps:
+    """A profile of whole steps: it knows the host, and no operators."""
+
+    def step_model(self, num_layers: int) -> StepRegression:
+        return self.model
+
+    def host_model(self) -> LinearHostModel:
+        return LinearHostModel(schedule_base_ns=50_000, update_base_ns=30_000)
+
+    def __init__(self, model: StepRegression) -> None:
+        self.model = model
+
+
+def test_a_profile_may_know_the_host(
+    command: Command, measured: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time around each step is in the simulation, and that of preparing a batch among the errors."""
+    steps = measured_steps(read_run(measured))
+    assert steps is not None
+    profile = WholeSteps(StepRegression.fit(replace(steps, prepare_us=0 * steps.device_us + 40)))
+    monkeypatch.setattr("servetwin.sim.commands.validating.load_profile", lambda path: profile)
+    simulations = []
+
+    def spied(*arguments: Any, **more: Any) -> Any:
+        simulations.append(simulated(*arguments, **more))
+        return simulations[-1]
+
+    monkeypatch.setattr("servetwin.sim.commands.validating.simulated", spied)
+    arguments = ["validate", measured, "--profile", "whole.json", "--model", model]
+    _, out, _ = command(*arguments, "--noise-runs", 2, "--json")
+    found = json.loads(out)
+    assert len(simulations) == 3
+    for simulation in simulations:
+        tokens = simulation.steps[simulation.steps.rows > 0]
+        assert tokens.host_s.tolist() == pytest.approx([80e-6] * len(tokens))
+    assert found["steps_by_regime"]["decode"]["mape_percent"] < 5
+    code, _, err = command(*arguments, "--calibrate", "first-half")
+    assert code == 2
+    assert "whole.json has no dense operators" in err
+
+
+def test_requests_arrive_when_they_can_have_reached_the_engine(
+    command: Command, measured: Path, tables: Path, model: Path
+) -> None:
+    """On the wall clock each was sent some time before: what all of them need is no wait."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    first = read_measured(measured).requests.arrival_s
+    for part in (measured / "requests").iterdir():
+        rows = pq.read_table(part, partitioning=None)
+        place = rows.column_names.index("arrival_s")
+        earlier = pc.subtract(rows["arrival_s"], 0.002)
+        pq.write_table(rows.set_column(place, rows.schema.field(place), earlier), part)
+    assert read_measured(measured).requests.arrival_s.tolist() == pytest.approx(first.tolist(), abs=1e-12)
+    _, found = compared(command, measured, tables, model)
+    assert found["plans"]["parting"] is None
+
+
+def test_itl_of_a_benchmark_result(
+    command: Command, measured: Path, tmp_path: Path, tables: Path, model: Path
+) -> None:
+    """Its arrays of gaps, pooled."""
+    requests = read_run(measured).requests.sort_values("arrival_s")
+    spans = (requests.last_token_s - requests.first_token_s) / (requests.num_output_tokens - 1)
+    gaps = [[s] * (n - 1) for s, n in zip(spans, requests.num_output_tokens, strict=True)]
+    result = {
+        "input_lens": requests.num_prompt_tokens.tolist(),
+        "output_lens": requests.num_output_tokens.tolist(),
+        "start_times": requests.arrival_s.tolist(),
+        "ttfts": (requests.first_token_s - requests.arrival_s).tolist(),
+        "itls": gaps,
+    }
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(result))
+    engine = ["--num-gpu-blocks-override", 400, "--max-num-seqs", 8, "--max-num-batched-tokens", 256]
+    _, found = compared(command, path, tables, model, *engine)
+    pooled = np.concatenate(gaps)
+    itl = found["metrics"]["itl"]["measured"]
+    assert itl["mean_s"] == pytest.approx(pooled.mean(), rel=1e-6)
+    assert itl["p99_s"] == pytest.approx(np.percentile(pooled, 99), rel=1e-6)
+    assert found["plans"] is None
 
 
 # ---------------------------------------------------------------- fit and profiles

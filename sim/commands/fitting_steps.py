@@ -70,7 +70,7 @@ def _verdict(profile: StepsProfile) -> Text:
     if profile.calibrated:
         return Text(f"calibrated: {profile.describe_error()}", style="green")
     return Text(
-        f"{profile.describe_error()}: add runs that have {' and '.join(profile.untested)} steps (`servetwin run --live`)",
+        f"{profile.describe_error()}: add runs with {' and '.join(profile.untested)} steps (`servetwin run --live`)",
         style="yellow",
     )
 

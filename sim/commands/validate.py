@@ -55,6 +55,13 @@ class ValidateFlags:
             "Write the profile with the calibrated factor to this file, for `run --executor FILE`.",
         ),
     ] = None
+    again: Annotated[
+        Path | None,
+        flag(
+            COMPARISON,
+            "A second measured run of the same load, to see beside each error how far the engine is from itself.",
+        ),
+    ] = None
     noise_runs: Annotated[
         int,
         count(
@@ -110,8 +117,10 @@ def validate(
 ) -> int:
     """Simulate a measured run again and compare: latencies, throughput, the curves of the queue, and how sure that is.
 
-    TTFT = first token - queued; TPOT = (last - first token) / (output tokens - 1); E2E = last token - queued; queue =
-    first scheduled - queued. Errors are simulated / measured - 1. Exit code 4: an error is beyond its threshold.
+    Of a run folder also step by step: the time of each measured batch, foretold, beside the spread of like ones; how
+    long the plans of both agree, and why they part. TTFT = first token - queued; TPOT = (last - first token) / (output
+    tokens - 1); ITL = gaps between outputs; E2E = last token - queued; queue = first scheduled - queued. Errors are
+    simulated / measured - 1. Exit code 4: an error is beyond its threshold.
     """
     from servetwin.sim.commands.validating import carry_out
 

@@ -6,17 +6,21 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from servetwin.sim.commands.validating import SHOWN, Validation, parts_of, totals
+from servetwin.sim.commands.validate_steps import steps_json, steps_report
+from servetwin.sim.commands.validating import Validation, parts_of, totals
+from servetwin.sim.validation.again import Again
 from servetwin.sim.validation.comparison import MetricComparison, Stats
 from servetwin.sim.validation.measured import FORMULAS
 
 TITLES = {
     "ttft": "TTFT",
     "tpot": "TPOT",
+    "itl": "ITL",
     "e2e": "E2E",
     "queue": "queue",
     "scheduled_to_first": "scheduled to first token",
@@ -44,8 +48,8 @@ def to_json(found: Validation) -> dict[str, Any]:
         "requests": len(found.run.requests),
         "engine": found.engine.model_dump(mode="json"),
         "assumed": list(found.assumed),
-        "metrics": {name: found.metrics[name].to_json() for name in SHOWN},
-        "parts": {who: {name: of[name].to_json() for name in SHOWN} for who, of in parts_of(found)},
+        "metrics": _metrics_json(found.metrics),
+        "parts": {who: _metrics_json(metrics) for who, metrics in parts_of(found)},
         "calibrated": calibrated,
         "thresholds_percent": found.thresholds,
         "missed": found.missed,
@@ -58,7 +62,21 @@ def to_json(found: Validation) -> dict[str, Any]:
         "steps": len(found.simulated.steps),
         "steps_outside_measured_region": found.outside_steps,
         "preemptions": found.simulated.preemptions,
+        **steps_json(found),
+        "again": None if found.again is None else _again_json(found.again),
         "formulas": FORMULAS,
+    }
+
+
+def _metrics_json(metrics: dict[str, MetricComparison]) -> dict[str, Any]:
+    return {name: metrics[name].to_json() for name in TITLES if name in metrics}
+
+
+def _again_json(again: Again) -> dict[str, Any]:
+    return {
+        "run": again.run.path,
+        "difference_percent": {name: metric.errors_percent for name, metric in again.metrics.items()},
+        "plans": None if again.plans is None else again.plans.to_json(),
     }
 
 
@@ -70,8 +88,9 @@ def report(found: Validation) -> Iterator[RenderableType]:
         yield f"calibrated: dense operators x {found.factor:.4f}, by the mean TPOT of the first half"
     for who, metrics in parts_of(found):
         yield _metrics_table(found, who, metrics)
-    yield Text("\n".join(f"{TITLES[name]} = {FORMULAS[name]}" for name in SHOWN), style="dim")
+    yield Text(_formulas(found), style="dim")
     yield _totals_table(found)
+    yield from steps_report(found)
     if found.curves:
         yield _curves_table(found)
     yield _bands_table(found)
@@ -79,31 +98,46 @@ def report(found: Validation) -> Iterator[RenderableType]:
 
 
 def _metrics_table(found: Validation, who: str, metrics: dict[str, MetricComparison]) -> Table:
-    table = Table(title=who, title_justify="left")
-    table.add_column("")
-    table.add_column("")
+    table = Table(title=who, title_justify="left", box=SIMPLE_HEAD, show_edge=False, collapse_padding=True)
+    # Lines of a cell belong to those of the others, so none may break.
+    table.add_column("", max_width=12)
+    table.add_column("", no_wrap=True)
     for name in ("mean", "P50", "P90", "P99"):
-        table.add_column(name, justify="right")
-    table.add_column("median request's error", justify="right")
-    table.add_column("chance (sd of mean)", justify="right")
-    for name in SHOWN:
-        comparison = metrics[name]
-        noise = found.noise_percent.get(name)
-        table.add_row(
-            TITLES[name],
-            "measured\nsimulated\nerror",
-            *(_cell(comparison, of) for of in Stats.__slots__),
-            _percent(comparison.median_request_error_percent, signed=False),
-            "" if noise is None else f"±{noise:.2f} %",
-        )
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("median\nrequest", justify="right")
+    table.add_column("chance\n(sd)", justify="right", no_wrap=True)
+    # Of all requests: a second measured run is told once.
+    again = found.again.metrics if found.again is not None and metrics is found.metrics else {}
+    for name in TITLES:
+        if name in metrics:
+            comparison, noise = metrics[name], found.noise_percent.get(name)
+            table.add_row(
+                TITLES[name],
+                "measured\nsimulated\nerror" + ("\nsecond run" if again else ""),
+                *(_cell(comparison, again.get(name), of) for of in Stats.__slots__),
+                # Gaps are not those of requests.
+                "" if name == "itl" else _percent(comparison.median_request_error_percent, signed=False),
+                "" if noise is None else f"±{noise:.2f} %",
+            )
     return table
 
 
-def _cell(comparison: MetricComparison, of: str) -> str:
+def _cell(comparison: MetricComparison, again: MetricComparison | None, of: str) -> str:
     if comparison.measured is None or comparison.simulated is None:
         return "unknown"
     measured, simulated = (getattr(side, of) for side in (comparison.measured, comparison.simulated))
-    return f"{_seconds(measured)}\n{_seconds(simulated)}\n{_percent(comparison.error_percent(of))}"
+    lines = [_seconds(measured), _seconds(simulated), _percent(comparison.error_percent(of))]
+    return "\n".join(lines if again is None else [*lines, _percent(again.error_percent(of))])
+
+
+def _formulas(found: Validation) -> str:
+    lines = [f"{title} = {FORMULAS[name]}" for name, title in TITLES.items() if name in found.metrics]
+    lines.append(
+        "median request: of the absolute errors of single ones; chance: standard deviation of the mean"
+    )
+    if found.again is not None:
+        lines.append(f"second run = {found.again.run.path} / measured - 1")
+    return "\n".join(lines)
 
 
 def _seconds(value: float) -> str:

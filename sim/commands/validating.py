@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,15 @@ import numpy as np
 from pydantic import ValidationError
 
 from servetwin.sim.commands.errors import UsageError
-from servetwin.sim.commands.profile_source import asked_graph_sizes, tensor_parallel
 from servetwin.sim.commands.show import print_json, results_console, say
 from servetwin.sim.commands.validate import ValidateFlags
+from servetwin.sim.commands.validated_times import ValidatedTimes, validated_times
 from servetwin.sim.config import ASSUMED_NUM_GPU_BLOCKS, EngineConfig, explain
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.model_folder import read_model_config
-from servetwin.sim.model_shape_reader import read_model_shape
-from servetwin.sim.steptime.kernel_model import KernelStepModel
-from servetwin.sim.steptime.profiles import Calibration, KernelProfile, load_profile, write_profile
-from servetwin.sim.steptime.tensor_parallel import TensorParallel
+from servetwin.sim.steptime.features import StepModel
+from servetwin.sim.steptime.profiles import load_profile
+from servetwin.sim.validation.again import Again, measured_again
 from servetwin.sim.validation.calibration import calibrate, first_half, second_half
 from servetwin.sim.validation.comparison import (
     Band,
@@ -28,22 +28,37 @@ from servetwin.sim.validation.comparison import (
     Load,
     MetricComparison,
     compare_curves,
+    compare_gaps,
     compare_metrics,
     load_of,
     makespan_s,
     residual_bands,
     throughput_tokens_per_s,
 )
-from servetwin.sim.validation.measured import FORMULAS, METRICS, MeasuredRun, MeasuredRunError, metrics_of
+from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError, gaps_of, metrics_of
+from servetwin.sim.validation.plan_agreement import PlanAgreement, plan_agreement
 from servetwin.sim.validation.read_measured import read_measured
 from servetwin.sim.validation.replay import NoisyModel, SimulatedRun, requests_of, simulated
+from servetwin.sim.validation.step_errors import StepErrors, measured_steps, step_errors
 from servetwin.workloads import ReadOptions, RequestSpec, read_trace
 
 THRESHOLD_MISSED = 4
 NOISE = 0.03
 """Standard deviation of a step's time from one time to the next, relative."""
 ENGINE = ("block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "async_scheduling")
+"""Settings of the engine that have a flag ..."""
+OF_THE_RUN = (
+    "enable_chunked_prefill",
+    "long_prefill_token_threshold",
+    "max_num_scheduled_tokens",
+    "scheduler_reserve_full_isl",
+    "scheduling_policy",
+)
+"""... and those that are as the measured run says."""
 
+
+Replay = Callable[[StepModel], SimulatedRun]
+"""The measured run simulated again, with these step times."""
 GRAPHS = ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
 
 
@@ -55,7 +70,7 @@ class Validation:
     engine: EngineConfig
     assumed: tuple[str, ...]
     metrics: dict[str, MetricComparison]
-    """Of all requests."""
+    """Of all requests, and the pooled ITL where both sides know it."""
     judged: dict[str, MetricComparison]
     """Of those that the thresholds are for: all, or the half that was not fitted to."""
     factor: float | None
@@ -65,6 +80,10 @@ class Validation:
     curve_shift_s: float
     curves: dict[str, CurveComparison]
     bands: list[Band]
+    step_errors: dict[str, StepErrors]
+    """Of measured steps, by regime; nothing where the run does not say them."""
+    plans: PlanAgreement | None
+    again: Again | None
     load: Load
     simulated: SimulatedRun
     outside_steps: int
@@ -97,38 +116,36 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
     _check_target(flags)
     profile = load_profile(flags.profile)
     run = read_measured(path)
+    second = None if flags.again is None else measured_again(run, read_measured(flags.again))
     engine, options, assumed = engine_of(run, flags)
-    parallel = _tensor_parallel(profile, run, flags)
-    model = profile.step_model(
-        read_model_shape(flags.model).num_layers,
-        parallel=parallel,
-        capture_sizes=asked_graph_sizes(options),
-    )
+    times = validated_times(profile, run, options, flags)
     requests = requests_of(run, _prompts(run, path, flags.workload))
-    factor = None
+    replay = partial(simulated, requests, engine, host=times.host)
+    model, factor, part = times.model, None, slice(None)
     if flags.calibrate == "first-half":
-        factor = _calibrated(run, requests, engine, model)
-        model = model.scaled(factor)
-        if flags.save_profile is not None:
-            _save(profile, factor, run, flags.save_profile)
+        factor = _calibrated(run, replay, times, flags)
+        assert times.scalable is not None, "checked there"
+        model, part = times.scalable.scaled(factor), second_half(run)
     say(f"simulating {len(requests):,} requests")
-    again = simulated(requests, engine, model)
-    part = slice(None) if factor is None else second_half(run)
-    shift_s, curves = compare_curves(run, again)
+    twin = replay(model)
+    shift_s, curves = compare_curves(run, twin)
     return Validation(
         run=run,
         engine=engine,
-        assumed=assumed if parallel is None else (*assumed, parallel.describe()),
-        metrics=compare_metrics(run.requests, again.requests),
-        judged=compare_metrics(run.requests, again.requests, part),
+        assumed=(*assumed, *times.notes),
+        metrics=compare_metrics(run.requests, twin.requests) | compare_gaps(run.gaps, gaps_of(twin.log)),
+        judged=compare_metrics(run.requests, twin.requests, part),
         factor=factor,
-        noise_percent=_noise(requests, engine, model, again, part, flags.noise_runs),
+        noise_percent=_noise(replay, model, twin, part, flags.noise_runs),
         curve_shift_s=shift_s,
         curves=curves,
-        bands=residual_bands(run.requests, again),
-        load=load_of(again),
-        simulated=again,
-        outside_steps=int(again.steps["predicted_outside"].sum()),
+        bands=residual_bands(run.requests, twin),
+        step_errors=_step_errors(run, model, second),
+        plans=None if run.log is None else plan_agreement(run.log, twin.log),
+        again=second,
+        load=load_of(twin),
+        simulated=twin,
+        outside_steps=int(twin.steps["predicted_outside"].sum()),
         thresholds=thresholds,
     )
 
@@ -144,13 +161,11 @@ def _thresholds(flags: ValidateFlags) -> dict[str, float]:
     return thresholds
 
 
-def _calibrated(
-    run: MeasuredRun, requests: Sequence[RequestSpec], engine: EngineConfig, model: KernelStepModel
-) -> float:
-    """The factor of the dense operators that the first half needs. Raises UsageError."""
-    if len(requests) < 4:
-        raise UsageError(f"--calibrate first-half: the run has {len(requests)} requests, 4 are needed")
-    return calibrate(run, requests, engine, model, on_try=lambda f: say(f"simulating with factor {f:.4f}"))
+def _step_errors(run: MeasuredRun, model: StepModel, again: Again | None) -> dict[str, StepErrors]:
+    steps = measured_steps(run.log)
+    if steps is None:
+        return {}
+    return step_errors(steps, model, None if again is None else measured_steps(again.run.log))
 
 
 def _check_target(flags: ValidateFlags) -> None:
@@ -164,27 +179,27 @@ def _check_target(flags: ValidateFlags) -> None:
         raise UsageError(f"--save-profile {flags.save_profile}: must be a new file in a folder that exists")
 
 
-def _save(profile: KernelProfile, factor: float, run: MeasuredRun, path: Path) -> None:
-    on = f"mean TPOT of the first {first_half(run).stop} requests of {run.path}"
-    write_profile(profile.model_copy(update={"calibrated": Calibration(value=factor, on=on)}), path)
-    say(f"wrote {path}")
-
-
-def _tensor_parallel(profile: KernelProfile, run: MeasuredRun, flags: ValidateFlags) -> TensorParallel | None:
-    """How the cards of the run share the model. Raises UsageError and other ValueErrors."""
-    said, asked = run.engine.get("tensor_parallel_size"), flags.tensor_parallel_size
-    if None not in (said, asked) and said != asked:
-        raise UsageError(f"--tensor-parallel-size {asked}: the run was measured with {said}")
-    cards = next((n for n in (asked, said) if n is not None), 1)
-    return tensor_parallel(profile, read_model_shape(flags.model), cards, flags.gpu)
+def _calibrated(run: MeasuredRun, replay: Replay, times: ValidatedTimes, flags: ValidateFlags) -> float:
+    """The factor of the dense operators that the first half needs. Raises UsageError."""
+    if times.scalable is None:
+        raise UsageError(
+            f"--calibrate first-half: {flags.profile} has no dense operators, whose factor would be fitted; `servetwin "
+            "fit` takes a run folder itself"
+        )
+    if len(run.requests) < 4:
+        raise UsageError(f"--calibrate first-half: the run has {len(run.requests)} requests, 4 are needed")
+    factor = calibrate(run, replay, times.scalable, on_try=lambda f: say(f"simulating with factor {f:.4f}"))
+    if flags.save_profile is not None:
+        times.save(factor, f"mean TPOT of the first {first_half(run).stop} requests of {run.path}", flags)
+        say(f"wrote {flags.save_profile}")
+    return factor
 
 
 def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, EngineOptions, tuple[str, ...]]:
     """The measured engine: flags, then what the run says, then vLLM's defaults; and what had to be assumed."""
     said, assumed = dict(run.engine), []
-    settings = {
-        name: getattr(flags, name) if getattr(flags, name) is not None else said.get(name) for name in ENGINE
-    }
+    settings = {name: said.get(name) for name in (*ENGINE, *OF_THE_RUN)}
+    settings |= {name: getattr(flags, name) for name in ENGINE if getattr(flags, name) is not None}
     given = {name: value for name, value in settings.items() if value is not None}
     if settings["max_num_seqs"] is None or settings["max_num_batched_tokens"] is None:
         assumed.append("max_num_seqs 256 and max_num_batched_tokens 2,048 where the run does not say them")
@@ -232,23 +247,18 @@ def _prompts(run: MeasuredRun, path: Path, workload: Path | None) -> Sequence[Re
 
 
 def _noise(
-    requests: Sequence[RequestSpec],
-    engine: EngineConfig,
-    model: KernelStepModel,
-    without: SimulatedRun,
-    part: slice,
-    runs: int,
+    replay: Replay, model: StepModel, without: SimulatedRun, part: slice, runs: int
 ) -> dict[str, float]:
     """Standard deviation of each mean in percent, over runs that differ in the noise of their steps alone."""
     if runs < 2:
         return {}
-    means: dict[str, list[float]] = {name: [] for name in FORMULAS}
+    plain = {name: float(np.nanmean(values[part])) for name, values in metrics_of(without.requests).items()}
+    means: dict[str, list[float]] = {name: [] for name in plain}
     for seed in range(runs):
         say(f"simulating with noise, {seed + 1} of {runs}")
-        noisy = metrics_of(simulated(requests, engine, NoisyModel(model, NOISE, seed)).requests)
+        noisy = metrics_of(replay(NoisyModel(model, NOISE, seed)).requests)
         for name in means:
             means[name].append(float(np.nanmean(noisy[name][part])))
-    plain = {name: float(np.nanmean(values[part])) for name, values in metrics_of(without.requests).items()}
     return {
         name: 100 * float(np.std(of, ddof=1)) / plain[name] for name, of in means.items() if plain[name] > 0
     }
@@ -270,6 +280,3 @@ def totals(found: Validation) -> dict[str, dict[str, Any]]:
         name: {"measured": figure(found.run.requests), "simulated": figure(found.simulated.requests)}
         for name, figure in pairs.items()
     }
-
-
-SHOWN = (*METRICS, "scheduled_to_first")

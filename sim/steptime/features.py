@@ -14,6 +14,8 @@ from servetwin.sim.steptime.plan_rows import PlanRow
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+REGIMES = ("prefill", "decode", "mixed")
+"""What a step holds: prompts, decode rows, or both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class StepModel(Protocol):
 
 
 def regimes_of(features: StepFeatures) -> NDArray[np.str_]:
-    """ "prefill", "decode" or "mixed" for each step, [n]."""
+    """One of REGIMES for each step, [n]."""
     prefill, decode = features.prefill_rows > 0, features.decode_rows > 0
     return np.where(prefill & decode, "mixed", np.where(prefill, "prefill", "decode"))
 

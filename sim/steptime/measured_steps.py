@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from servetwin.sim.contract import StepShape
 from servetwin.sim.steptime.features import Bools, StepFeatures
+from servetwin.sim.tables import SHAPE_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,10 +41,11 @@ class MeasuredSteps:
 
     @classmethod
     def of_run(cls, steps: pd.DataFrame) -> MeasuredSteps:
-        """From the table steps/ of a run folder; empty steps are left out."""
-        steps = steps[steps["rows"] > 0]
-        columns = {name: steps[name].to_numpy(dtype=np.int64) for name in StepShape._fields if name in steps}
-        columns["new_tokens"] = (steps["prefill_tokens"] + steps["decode_tokens"]).to_numpy(dtype=np.int64)
+        """From the table steps/ of a run. Left out: empty steps, and those of versions that did not note shapes."""
+        # Nulls are NaN in a frame of floats.
+        steps = steps[(steps["device_s"] > 0) & steps[[*SHAPE_COLUMNS]].notna().all(axis=1)]
+        steps = steps.assign(new_tokens=steps["prefill_tokens"] + steps["decode_tokens"])
+        columns = {name: steps[name].to_numpy(dtype=np.int64) for name in StepShape._fields}
         device, prepare = (
             steps[name].to_numpy(dtype=np.float64) * US_PER_S for name in ("device_s", "prepare_s")
         )

@@ -74,7 +74,7 @@ class SmoothRatio:
     def _weighted(self, log_ratios: Floats, counts: Floats) -> SmoothRatio:
         """The same with the weights of these observations: the middle of many is surer than one."""
         covariance = self._covariance(self._scaled_centres) + np.diag(self.noise / counts)
-        weights: Floats = np.linalg.solve(covariance, log_ratios)
+        weights = np.linalg.solve(covariance, log_ratios)
         return SmoothRatio(
             self.centres, tuple(weights.tolist()), self.length_scales, self.variance, self.noise
         )
@@ -86,14 +86,14 @@ class SmoothRatio:
 
     @cached_property
     def _scaled_centres(self) -> Floats:
-        return np.array(self.centres) / np.array(self.length_scales)
+        scaled: Floats = np.array(self.centres, dtype=np.float64) / np.array(self.length_scales)
+        return scaled
 
     def _covariance(self, scaled: Floats) -> Floats:
         from scipy.spatial.distance import cdist
 
-        r = SQRT5 * cdist(scaled, self._scaled_centres)
-        covariance: Floats = self.variance * (1 + r + r * r / 3) * np.exp(-r)
-        return covariance
+        r: Floats = SQRT5 * cdist(scaled, self._scaled_centres)
+        return self.variance * (1 + r + r * r / 3) * np.exp(-r)
 
 
 def merged(places: Floats, log_ratios: Floats, most: int) -> tuple[Floats, Floats, Floats]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from servetwin.sim.steptime.errors import Errors
-from servetwin.sim.steptime.features import StepFeatures, regimes_of
+from servetwin.sim.steptime.features import REGIMES, StepFeatures, regimes_of
 from servetwin.sim.steptime.host_times import HostTimes
 from servetwin.sim.steptime.measured_steps import MeasuredSteps
 from servetwin.sim.steptime.physical import PhysicalModel
@@ -23,7 +23,6 @@ from servetwin.sim.steptime.step_regression import StepRegression
 from servetwin.sim.steptime.step_sources import StepsSource
 
 Floats = NDArray[np.float64]
-REGIMES = ("prefill", "decode", "mixed")
 LEAST_TESTED = 10
 """Steps of a regime in a run that was left out, for an error to be worth its name."""
 LEAST_STEPS = 20

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, Self
 
 import numpy as np
 
-from servetwin.sim.config import EngineConfig
-from servetwin.sim.host_model import HostModel
 from servetwin.sim.steptime.features import StepModel
 from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError, metrics_of
-from servetwin.sim.validation.replay import simulated
-from servetwin.workloads import RequestSpec
+from servetwin.sim.validation.replay import SimulatedRun
 
 LOWEST, HIGHEST = 0.5, 2.0
 """Factors beyond which a profile is of something else."""
@@ -39,15 +36,13 @@ def second_half(run: MeasuredRun) -> slice:
 
 def calibrate(
     run: MeasuredRun,
-    requests: Sequence[RequestSpec],
-    engine: EngineConfig,
+    replay: Callable[[StepModel], SimulatedRun],
     model: Scalable,
-    host: HostModel | None = None,
     on_try: Callable[[float], None] = lambda factor: None,
 ) -> float:
     """The factor of the dense operators with which the mean TPOT of the first half is the measured one.
 
-    The whole run is simulated for each try, since later requests weigh on earlier ones. Raises MeasuredRunError where
+    `replay` simulates the whole run, for each try: later requests weigh on earlier ones. Raises MeasuredRunError where
     no factor between `LOWEST` and `HIGHEST` gives it.
     """
     part = first_half(run)
@@ -55,7 +50,7 @@ def calibrate(
 
     def error(factor: float) -> float:
         on_try(factor)
-        again = simulated(requests, engine, model.scaled(factor), host)
+        again = replay(model.scaled(factor))
         return float(np.nanmean(metrics_of(again.requests)["tpot"][part])) / wanted - 1
 
     return _root(error)

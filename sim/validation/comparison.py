@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servetwin.sim.metrics import Distribution
+from servetwin.sim.units import NS_PER_S
 from servetwin.sim.validation.measured import MeasuredRun, metrics_of
 from servetwin.sim.validation.replay import SimulatedRun
 
@@ -38,6 +40,14 @@ class Stats:
             return None
         return cls(float(known.mean()), *(float(x) for x in np.percentile(known, (50, 90, 99))))
 
+    @classmethod
+    def pooled(cls, ns: Distribution) -> Stats | None:
+        """Of samples in ns."""
+        if ns.mean is None:
+            return None
+        percentiles = (ns.percentile(p) or 0.0 for p in (50, 90, 99))
+        return cls(ns.mean / NS_PER_S, *(p / NS_PER_S for p in percentiles))
+
     def to_json(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.__slots__}
 
@@ -58,12 +68,16 @@ class MetricComparison:
         ratio: float = getattr(self.simulated, name) / getattr(self.measured, name)
         return 100 * (ratio - 1)
 
+    @property
+    def errors_percent(self) -> dict[str, float | None]:
+        """By mean, p50, p90, p99."""
+        return {name.removesuffix("_s"): self.error_percent(name) for name in Stats.__slots__}
+
     def to_json(self) -> dict[str, Any]:
-        names = Stats.__slots__
         return {
             "measured": None if self.measured is None else self.measured.to_json(),
             "simulated": None if self.simulated is None else self.simulated.to_json(),
-            "error_percent": {name.removesuffix("_s"): self.error_percent(name) for name in names},
+            "error_percent": self.errors_percent,
             "median_request_error_percent": self.median_request_error_percent,
         }
 
@@ -71,7 +85,7 @@ class MetricComparison:
 def compare_metrics(
     measured: pd.DataFrame, simulated: pd.DataFrame, part: slice = slice(None)
 ) -> dict[str, MetricComparison]:
-    """By name of `measured.FORMULAS`, for the requests of `part` in order of arrival."""
+    """By name of `measured.FORMULAS` (without the pooled ITL), for the requests of `part` in order of arrival."""
     theirs, ours = metrics_of(measured), metrics_of(simulated)
     return {name: _compare(theirs[name][part], ours[name][part]) for name in theirs}
 
@@ -84,6 +98,15 @@ def _compare(measured: Floats, simulated: Floats) -> MetricComparison:
     return MetricComparison(
         Stats.of(measured), Stats.of(simulated), float(np.median(errors)) if both.any() else None
     )
+
+
+def compare_gaps(
+    measured: Distribution | None, simulated: Distribution | None
+) -> dict[str, MetricComparison]:
+    """ITL by its name, pooled over all requests; nothing where one side does not know it."""
+    if measured is None or simulated is None:
+        return {}
+    return {"itl": MetricComparison(Stats.pooled(measured), Stats.pooled(simulated), None)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servetwin.sim.definitions import POOLED_ITL
+from servetwin.sim.metrics import Distribution
+from servetwin.sim.tables import Tables, ns_array
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -43,12 +47,16 @@ class MeasuredRun:
     """Columns time_s, running, waiting, kv_percent: samples of the queue; None where none were taken."""
     curves_have_own_clock: bool = False
     """They may lie a constant apart from the requests' times."""
+    gaps: Distribution | None = None
+    """ITL: the gaps between outputs of all requests, in ns; None where the source does not say them."""
+    log: Tables | None = None
+    """The tables of a run folder, on a clock of their own."""
 
 
-METRICS = ("ttft", "tpot", "e2e", "queue")
 FORMULAS = {
     "ttft": "first token - queued",
     "tpot": "(last token - first token) / (output tokens - 1), of requests with two tokens or more",
+    "itl": POOLED_ITL.formula,
     "e2e": "last token - queued",
     "queue": "first scheduled - queued",
     "scheduled_to_first": "first token - first scheduled",
@@ -56,7 +64,7 @@ FORMULAS = {
 
 
 def metrics_of(requests: pd.DataFrame) -> dict[str, Floats]:
-    """Seconds by name of FORMULAS, each [n], NaN where a request lacks a time.
+    """Seconds by name of FORMULAS without the pooled ITL, each [n], NaN where a request lacks a time.
 
     Where nobody says when requests were queued, they count from their arrival (their sending).
     """
@@ -72,3 +80,8 @@ def metrics_of(requests: pd.DataFrame) -> dict[str, Floats]:
         "queue": scheduled - queued,
         "scheduled_to_first": first - scheduled,
     }
+
+
+def gaps_of(log: Tables) -> Distribution:
+    """The gaps of a run's table itl/, in ns."""
+    return Distribution.of(ns_array(log.itl["gap_s"]), log.itl["samples"].to_numpy(dtype=np.float64))

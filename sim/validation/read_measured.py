@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 
+from servetwin.sim.events import COMPLETED
+from servetwin.sim.metrics import Distribution
 from servetwin.sim.runs import HEADER, RunFolderError, read_run
-from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError
+from servetwin.sim.units import NS_PER_S
+from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError, gaps_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,10 +57,12 @@ def _run_folder(path: Path) -> MeasuredRun:
     run = read_run(path)
     if run.state == "running":
         raise RunFolderError(f"{path}: the run has not ended")
-    done = run.requests[run.requests["finish_reason"].isin(["length", "stop"])]
+    done = run.requests[run.requests["finish_reason"].isin(COMPLETED)]
     requests = done.rename(
         columns={"num_prompt_tokens": "prompt_tokens", "num_output_tokens": "output_tokens"}
     ).reset_index(drop=True)
+    # On the wall clock a request is on its way to the engine; what it waits for there is the engine's doing.
+    requests["arrival_s"] += (requests["queued_s"] - requests["arrival_s"]).min()
     steps = run.steps
     usable = steps["used_blocks"] + steps["cached_free_blocks"] + steps["free_blocks"]
     curves = steps.assign(time_s=steps["start_s"], kv_percent=100 * steps["used_blocks"] / usable)
@@ -70,6 +77,8 @@ def _run_folder(path: Path) -> MeasuredRun:
         engine=engine,
         hardware=executor.get("device"),
         curves=curves[["time_s", "running", "waiting", "kv_percent"]],
+        gaps=gaps_of(run),
+        log=run,
     )
 
 
@@ -77,7 +86,9 @@ def _engine_of(config: dict[str, Any]) -> dict[str, Any]:
     engine = config.get("engine", {})
     scheduler, cache, model = (engine.get(name, {}) for name in ("scheduler", "cache", "model"))
     names = ("max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold", "async_scheduling")
-    found = {name: scheduler.get(name) for name in (*names, "enable_chunked_prefill")}
+    more = ("enable_chunked_prefill", "max_num_scheduled_tokens", "scheduler_reserve_full_isl")
+    found = {name: scheduler.get(name) for name in (*names, *more)}
+    found["scheduling_policy"] = scheduler.get("policy")
     found |= {name: cache.get(name) for name in ("block_size", "enable_prefix_caching")}
     found |= {
         "num_gpu_blocks_override": cache.get("num_gpu_blocks"),
@@ -217,7 +228,13 @@ def _bench_result(path: Path) -> MeasuredRun:
         path=str(path),
         requests=_checked(served, path),
         rows=served["row"].tolist(),
+        gaps=_gaps_ns(result["itls"][row] for row in served["row"]),
     )
+
+
+def _gaps_ns(itls: Iterable[list[float]]) -> Distribution:
+    seconds = np.array(list(chain.from_iterable(itls)), dtype=np.float64)
+    return Distribution.of(np.rint(seconds * NS_PER_S))
 
 
 def _checked(requests: pd.DataFrame, path: Path) -> pd.DataFrame:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.host_model import HostModel
 from servetwin.sim.simulation import simulate
-from servetwin.sim.steptime.features import StepModel
+from servetwin.sim.steptime.features import Ints, StepFeatures, StepModel
 from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.tables import Tables
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.validation.measured import MeasuredRun, MeasuredRunError
 from servetwin.workloads import ListWorkload, RequestSpec
@@ -28,18 +30,27 @@ PROMPT_FIELDS = (
     "context_tokens",
     "session_id",
     "cache_salt",
+    "priority",
+    "client_id",
+    "predicted_output_tokens",
 )
-"""What a workload says of a prompt besides its length."""
+"""What a workload says of a request besides its lengths."""
+STOP_TOKEN_ID = 1
+"""Ends the answers of requests that were ended by a token."""
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """Frames as in `MeasuredRun`, the requests in the same order, and the steps as in a run folder."""
+    """Frames as in `MeasuredRun`, the requests in the same order, and the tables as of a run folder."""
 
     requests: pd.DataFrame
     curves: pd.DataFrame
-    steps: pd.DataFrame
+    log: Tables
     preemptions: int
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        return self.log.steps
 
 
 def requests_of(run: MeasuredRun, prompts: Sequence[RequestSpec] | None) -> list[RequestSpec]:
@@ -53,18 +64,32 @@ def requests_of(run: MeasuredRun, prompts: Sequence[RequestSpec] | None) -> list
             f"the workload has {len(prompts):,} requests, the run {len(rows):,}: they are joined row by row"
         )
     columns = (rows[name].tolist() for name in ("request_id", "arrival_s", "prompt_tokens", "output_tokens"))
+    ends = rows["finish_reason"] if "finish_reason" in rows else repeat("length", len(rows))
+    sent = repeat(None, len(rows)) if prompts is None else prompts
     return [
         RequestSpec(
             request_id=str(request_id),
             arrival_s=float(arrival_s),
             prompt_tokens=int(prompt_tokens),
-            output_tokens=int(output_tokens),
-            **({} if prompts is None else _prompt(prompts[place], place, int(prompt_tokens))),
+            **_answer(str(end), int(output_tokens), spec),
+            **({} if spec is None else _prompt(spec, place, int(prompt_tokens))),
         )
-        for place, (request_id, arrival_s, prompt_tokens, output_tokens) in enumerate(
-            zip(*columns, strict=True)
+        for place, (request_id, arrival_s, prompt_tokens, output_tokens, end, spec) in enumerate(
+            zip(*columns, ends, sent, strict=True)
         )
     ]
+
+
+def _answer(end: str, output_tokens: int, sent: RequestSpec | None) -> dict[str, Any]:
+    """An end by a token is known a step later than one by length (asynchronous scheduling), so it must stay one."""
+    if end != "stop":
+        return {"output_tokens": output_tokens}
+    return {
+        "output_tokens": output_tokens + 1 if sent is None else max(output_tokens, sent.output_tokens),
+        "output_token_ids": (*[0] * (output_tokens - 1), STOP_TOKEN_ID),
+        "stop_token_ids": (STOP_TOKEN_ID,),
+        "ignore_eos": True,
+    }
 
 
 def _prompt(spec: RequestSpec, place: int, prompt_tokens: int) -> dict[str, Any]:
@@ -115,7 +140,7 @@ def simulated(
             columns={"num_prompt_tokens": "prompt_tokens", "num_output_tokens": "output_tokens"}
         ),
         curves=curves[["time_s", "running", "waiting", "kv_percent"]],
-        steps=steps,
+        log=sink,
         preemptions=int(frame["preemptions"].sum()),
     )
 
@@ -126,7 +151,11 @@ class NoisyModel:
     def __init__(self, model: StepModel, spread: float, seed: int) -> None:
         self._model, self._spread = model, spread
         self._random = np.random.default_rng(seed)
+        self.overlaps_preparation = getattr(model, "overlaps_preparation", True)
+        if hasattr(model, "prepare_ns"):
+            self.prepare_ns: Callable[[StepFeatures], Ints] = model.prepare_ns
 
-    def durations_ns(self, features: Any) -> Any:
+    def durations_ns(self, features: StepFeatures) -> Ints:
         factors = 1 + self._spread * np.clip(self._random.standard_normal(len(features)), -3, 3)
-        return np.rint(self._model.durations_ns(features) * factors).astype(np.int64)
+        noisy: Ints = np.rint(self._model.durations_ns(features) * factors).astype(np.int64)
+        return noisy
