@@ -44,10 +44,11 @@ def _report(sources: Sequence[StepsSource], fit: StepFit, profile: StepsProfile)
     for source in sources:
         what = "measured one by one" if source.kind == "points" else "of a run"
         yield f"  {len(source.steps):,} steps {what}: {source.path}"
-    if fit.level is not None:
-        factor, us = fit.level
-        yield f"steps of runs = {factor:.3f} x those measured one by one + {us / 1e3:.2f} ms"
-    yield f"spread of like steps around the fit: {100 * fit.regression.correction.noise**0.5:.1f} % (sd)"
+    if (correction := fit.regression.correction) is not None:
+        yield (
+            f"spread of like steps: {100 * correction.noise**0.5:.1f} % (sd); correction of the physical model applied "
+            f"to {100 * fit.regression.trust:.0f} %"
+        )
     if fit.host is not None:
         yield _host(fit.host)
     if fit.held_out:

@@ -23,10 +23,16 @@ class ProfileFlags:
     out: Annotated[Path, flag(PROFILE, "Folder to write the profile to.", "--out", "-o")]
     points: Annotated[
         int, count(PROFILE, "Steps to measure one by one, spread over everything the engine can run.")
-    ] = 200
+    ] = 120
+    passes: Annotated[
+        int,
+        count(
+            PROFILE, "Times that all of them are gone through, since a machine's speed wanders over minutes."
+        ),
+    ] = 3
     repetitions: Annotated[
-        int, count(PROFILE, "Times that each is run after a warm-up; its time is the median.")
-    ] = 5
+        int, count(PROFILE, "Times that each is run in a pass after a warm-up; its time is the median.")
+    ] = 3
     point_seconds: Annotated[
         float,
         flag(PROFILE, "A step that takes long is repeated less often, so that it ends after about this."),

@@ -45,7 +45,7 @@ def load_shapes(longest: int) -> tuple[LoadShape, ...]:
     unit = int(np.clip(longest // 32, 4, 128))
     return (
         LoadShape("balanced", 2 * unit, unit),
-        LoadShape("prompts", 4 * unit, max(unit // 2, 2)),
+        LoadShape("prompts", 4 * unit, max(unit // 8, 2)),
         LoadShape("answers", max(unit // 2, 2), 2 * unit),
     )
 

@@ -52,7 +52,7 @@ def carry_out(flags: ProfileFlags, engine: EngineFlags) -> int:
 
 def _checked(flags: ProfileFlags, engine: EngineFlags) -> ExecutorOptions:
     """What the executor is built from. Raises UsageError before anything is loaded."""
-    for name in ("points", "repetitions"):
+    for name in ("points", "passes", "repetitions"):
         if getattr(flags, name) < 1:
             raise UsageError(f"--{name} {getattr(flags, name)}: must be 1 or more")
     for name in ("point_seconds", "live_seconds"):
@@ -91,7 +91,7 @@ def _writer(flags: ProfileFlags, profiler: StepProfiler) -> ProfileWriter:
             **limits,
             "vocab_size": profiler.model_config.vocab_size,
         },
-        "design": {"points": flags.points, "repetitions": flags.repetitions, "seed": flags.seed},
+        "design": {name: getattr(flags, name) for name in ("points", "passes", "repetitions", "seed")},
     }
     begun = (flags.out / PROFILE_HEADER).is_file()
     return (ProfileWriter.resume if begun else ProfileWriter.begin)(flags.out, **parts)
@@ -102,12 +102,13 @@ def _measure(profiler: StepProfiler, writer: ProfileWriter, flags: ProfileFlags,
     points = profiler.design(flags.points, flags.seed)
     if len(points) < flags.points:
         say(f"the engine can run {len(points)} different steps of the design")
+    order = [point for _ in range(flags.passes) for point in points]
     if writer.measured:
-        say(f"{writer.measured} of {len(points)} points are there already")
+        say(f"{writer.measured} of {len(order)} measurements are there already")
     rows: list[dict[str, Any]] = []
-    with PointProgress(len(points), writer.measured) as progress:
+    with PointProgress(len(order), writer.measured) as progress:
         try:
-            for point in points[writer.measured :]:
+            for point in order[writer.measured :]:
                 rows.append(profiler.measure(point, flags.repetitions, flags.point_seconds))
                 progress.advance(point.kind)
                 if len(rows) == PART:
@@ -131,7 +132,9 @@ def _show(flags: ProfileFlags, writer: ProfileWriter, rows: Sequence[dict[str, A
     console = results_console()
     kinds = [row["kind"] for row in rows]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    console.print(f"{len(rows):,} steps measured one by one ({counts}) on {header['about'].get('device')}")
+    console.print(
+        f"{len(rows):,} measurements of steps one by one ({counts}) on {header['about'].get('device')}"
+    )
     for name, (least, most) in header["coverage"].items():
         console.print(f"  {name.replace('_', ' ')}: {least:,} to {most:,}")
     if writer.live:

@@ -1,14 +1,16 @@
 """A fit of whole steps to all sources, and how well it foretells each run that was left out of it.
 
-Runs on the wall clock say how long steps take where requests are served: a client and a scheduler want the processor,
-too. Points of a profile, measured one by one, say how the time goes with the shape, over a far wider region. Points are
-therefore brought to the level of the runs (factor and constant), and count like one run.
+Points of a profile, measured one by one, say how the time goes with the shape over a wide region; runs on the wall
+clock say what steps take where requests are served. Every source counts alike.
+
+The correction is trusted as far as it helps for runs that it has not seen: where a machine's speed wanders, its
+measurements hold shapes that are none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +20,13 @@ from servetwin.sim.steptime.errors import Errors
 from servetwin.sim.steptime.features import REGIMES, StepFeatures, regimes_of
 from servetwin.sim.steptime.host_times import HostTimes
 from servetwin.sim.steptime.measured_steps import MeasuredSteps
-from servetwin.sim.steptime.physical import PhysicalModel
 from servetwin.sim.steptime.step_regression import StepRegression
 from servetwin.sim.steptime.step_sources import StepsSource
 
 Floats = NDArray[np.float64]
+TRUST = (0.0, 0.5, 1.0)
 LEAST_TESTED = 10
-"""Steps of a regime in a run that was left out, for an error to be worth its name."""
-LEAST_STEPS = 20
-"""Of a run, to say something about the level of the others."""
+"""Steps of a regime in runs that were left out, for an error to be worth its name."""
 
 
 @dataclass(frozen=True)
@@ -58,31 +58,47 @@ class StepFit:
 
     regression: StepRegression
     host: HostTimes | None
-    level: tuple[float, float] | None
-    """(factor, us) between points measured one by one and runs; None where there are not both."""
     held_out: tuple[HeldOut, ...]
 
     @property
     def untested(self) -> tuple[str, ...]:
-        """Regimes of which no run that was left out has enough steps: for these nothing is known of the error."""
-        tested = {h.regime for h in self.held_out if h.errors.n >= LEAST_TESTED}
-        return tuple(regime for regime in REGIMES if regime not in tested)
+        """Regimes of which runs that were left out have too few steps: for these nothing is known of the error."""
+        tested = {name: sum(h.errors.n for h in self.held_out if h.regime == name) for name in REGIMES}
+        return tuple(name for name, steps in tested.items() if steps < LEAST_TESTED)
 
 
 def fit_sources(sources: Sequence[StepsSource]) -> StepFit:
     """Raises ValueError (FitExtraMissingError without scikit-learn)."""
-    runs = [s for s in sources if s.kind == "run"]
-    regression, level = _fit(sources)
-    tables = [s.table for s in runs if s.table is not None]
-    return StepFit(regression, HostTimes.of(tables), level, tuple(_held_out(sources)))
+    tests = list(_tests(sources))
+    trust = _trust(tests)
+    held_out = [
+        h for run, model in tests for h in errors_of(replace(model, trust=trust), run.path, run.steps)
+    ]
+    regression = _fit(sources)
+    tables = [s.table for s in sources if s.table is not None]
+    return StepFit(replace(regression, trust=trust), HostTimes.of(tables), tuple(held_out))
 
 
-def _held_out(sources: Sequence[StepsSource]) -> Iterator[HeldOut]:
-    """Of each run in turn, where something is left to fit to."""
+def _tests(sources: Sequence[StepsSource]) -> Iterator[tuple[StepsSource, StepRegression]]:
+    """Each run in turn, where something else is left, and the fit to that."""
     for run in (s for s in sources if s.kind == "run" and len(s.steps)):
         others = [s for s in sources if s is not run]
         if any(len(s.steps) for s in others):
-            yield from errors_of(_fit(others)[0], run.path, run.steps)
+            yield run, _fit(others)
+
+
+def _trust(tests: Sequence[tuple[StepsSource, StepRegression]]) -> float:
+    """The one of TRUST with the least mean error over the runs that were left out; all of it where none was."""
+
+    def error(trust: float) -> float:
+        models = [(run.steps, replace(model, trust=trust)) for run, model in tests]
+        return float(np.mean([_mape(model, steps) for steps, model in models]))
+
+    return min(TRUST, key=error) if tests else TRUST[-1]
+
+
+def _mape(model: StepRegression, steps: MeasuredSteps) -> float:
+    return float(np.abs(model.durations_ns(steps.features) / (1e3 * steps.device_us) - 1).mean())
 
 
 def errors_of(model: StepRegression, name: str, steps: MeasuredSteps) -> Iterator[HeldOut]:
@@ -96,32 +112,9 @@ def errors_of(model: StepRegression, name: str, steps: MeasuredSteps) -> Iterato
             yield HeldOut(name, regime, errors, physical, int(model.outside(some.features).sum()))
 
 
-def _fit(sources: Sequence[StepsSource]) -> tuple[StepRegression, tuple[float, float] | None]:
+def _fit(sources: Sequence[StepsSource]) -> StepRegression:
     graph_sizes = tuple(sources[0].about.get("cudagraph_capture_sizes") or ())
-    points = [s.steps for s in sources if s.kind == "points" and len(s.steps)]
-    runs = [s.steps for s in sources if s.kind == "run" and len(s.steps) >= LEAST_STEPS]
-    if not points or not runs:
-        everything = [s.steps for s in sources if len(s.steps)]
-        return StepRegression.fit(everything, graph_sizes), None
-    level = _level(StepRegression.fit(points, graph_sizes), runs)
-    return StepRegression.fit([*(_raised(p, level) for p in points), *runs], graph_sizes), level
-
-
-def _level(of_points: StepRegression, runs: Sequence[MeasuredSteps]) -> tuple[float, float]:
-    """(factor, us) that bring the times of points to those of runs."""
-    foretold = np.concatenate([of_points.durations_ns(run.features) / 1e3 for run in runs])
-    measured = np.concatenate([run.device_us for run in runs])
-    inside = ~np.concatenate([of_points.outside(run.features) for run in runs])
-    if not inside.any():
-        return 1.0, 0.0
-    terms = np.stack([foretold, np.ones(len(foretold))], axis=1)[inside]
-    factor, constant = PhysicalModel.fit_robust(terms, measured[inside]).weights.tolist()
-    return (factor, constant) if factor > 0 else (1.0, 0.0)
-
-
-def _raised(points: MeasuredSteps, level: tuple[float, float]) -> MeasuredSteps:
-    factor, constant = level
-    return MeasuredSteps(points.features, factor * points.device_us + constant, points.prepare_us)
+    return StepRegression.fit([s.steps for s in sources if len(s.steps)], graph_sizes)
 
 
 def coverage(features: StepFeatures) -> dict[str, list[int]]:

@@ -33,8 +33,6 @@ class StepsProfile(BaseModel):
     """What was fitted to: kind, path, steps."""
     coverage: dict[str, list[int]]
     """From and to what value the quantities of a step were measured."""
-    level: tuple[float, float] | None
-    """(factor, us) that brought steps measured one by one to those of runs."""
     regression: StepRegression
     host: HostTimes | None
     """None: no run on the wall clock was among the sources."""
@@ -51,7 +49,6 @@ class StepsProfile(BaseModel):
             written=written,
             sources=[{"kind": s.kind, "path": s.path, "steps": len(s.steps)} for s in sources],
             coverage=coverage(joined([s.steps for s in sources]).features),
-            level=fit.level,
             regression=fit.regression,
             host=fit.host,
             errors=[h.to_json() for h in fit.held_out],

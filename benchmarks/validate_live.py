@@ -1,0 +1,251 @@
+"""Live against simulated on this machine: profile, fit, then loads and configurations that the fit has not seen.
+
+    python benchmarks/validate_live.py [--model FOLDER] [--threads N] [--seconds 90] [--work FOLDER] [-o FILE]
+
+1. `servetwin profile` and `servetwin fit`, with the time they take.
+2. A workload of other lengths and arrivals than the profile's at 30, 60 and 90 % of the capacity that the profile
+   foretells: twice live (the two runs far apart in time), once simulated; `servetwin validate` compares. The difference
+   between the two live runs stands beside each error: what the machine is off by from itself.
+3. Ten configurations (seats, token budget, chunk threshold, blocks) under one load: Kendall's tau between the mean E2E
+   that was foretold and that of a live run.
+
+Takes about half an hour; nothing else should run meanwhile. Random weights for examples/llama-44m by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import kendalltau
+
+from servetwin.workloads import Gamma, Lognormal, RequestSpec, Synthetic
+from servetwin.workloads.traces.jsonl import to_jsonl
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVETWIN = Path(sys.executable).with_name("servetwin")
+LOADS = (30, 60, 90)
+"""Percent of the capacity."""
+TARGETS = {"ttft": 8.0, "tpot": 5.0, "e2e": 5.0}
+"""Percent, of the mean, at 30 and 60 % load."""
+ENGINE = {
+    "max_model_len": 2048,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 1024,
+    "num_gpu_blocks_override": 2000,
+}
+CONFIGURATIONS: tuple[dict[str, int], ...] = (
+    {},
+    {"max_num_seqs": 2},
+    {"max_num_seqs": 3},
+    {"max_num_seqs": 5},
+    {"max_num_seqs": 8},
+    {"max_num_batched_tokens": 48},
+    {"max_num_batched_tokens": 96},
+    {"long_prefill_token_threshold": 24},
+    {"num_gpu_blocks_override": 90},
+    {"num_gpu_blocks_override": 140, "max_num_batched_tokens": 128},
+)
+"""What differs from ENGINE."""
+RANKED_LOAD = 70
+"""Percent of the capacity of ENGINE, for the configurations."""
+RANKED_SECONDS = 0.4
+"""Of the length of a live run, for each configuration."""
+
+
+class Bench:
+    """Runs commands of servetwin with one model and one place to work."""
+
+    def __init__(self, model: Path, threads: int, work: Path) -> None:
+        self._threads, self.work = threads, work
+        self.model = ["--model", str(model)]
+
+    def call(self, *arguments: str) -> Any:
+        """The JSON that a command prints; its progress goes to stderr. Exit code 4 (threshold missed) is an answer."""
+        done = subprocess.run(
+            [str(SERVETWIN), *arguments, "--json"],
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+        if done.returncode not in (0, 4):
+            raise SystemExit(f"servetwin {' '.join(arguments)}: exit code {done.returncode}")
+        return json.loads(done.stdout)
+
+    def engine(self, **changes: int) -> list[str]:
+        """Flags of an engine of the model."""
+        flags = ENGINE | changes
+        said = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        return [*self.model, *said]
+
+    @property
+    def real(self) -> list[str]:
+        """Flags of an engine that runs the model."""
+        return ["--load-format", "dummy", "--threads", str(self._threads)]
+
+
+def profile_and_fit(bench: Bench) -> dict[str, Any]:
+    """With the seconds that each takes."""
+    began = time.monotonic()
+    folder, file = str(bench.work / "profile"), str(bench.work / "profile.json")
+    profiled = bench.call("profile", *bench.engine(), *bench.real, "--out", folder)
+    fit_began = time.monotonic()
+    fitted = bench.call("fit", folder, "--out", file, "--overwrite")
+    ended = time.monotonic()
+    return {
+        "profile_s": fit_began - began,
+        "fit_s": ended - fit_began,
+        "measured": profiled["measured"],
+        "about": profiled["about"],
+        "errors": fitted["errors"],
+        "untested": fitted["untested"],
+    }
+
+
+def requests(rate_per_s: float, seconds: float, seed: int) -> list[RequestSpec]:
+    """Prompts and answers of lognormal lengths, bursty arrivals (CV 1.3): nothing that a profile runs."""
+    made = Synthetic(
+        arrivals=Gamma(rate_per_s, cv=1.3),
+        n=max(round(rate_per_s * seconds), 4),
+        input_lengths=Lognormal(math.log(110), 0.8, max_tokens=900, min_tokens=4),
+        output_lengths=Lognormal(math.log(40), 0.7, max_tokens=300, min_tokens=2),
+        seed=seed,
+    )
+    return list(made.requests)
+
+
+def write(path: Path, some: list[RequestSpec]) -> str:
+    path.write_text("".join(json.dumps(to_jsonl(spec)) + "\n" for spec in some))
+    return str(path)
+
+
+def capacity_per_s(bench: Bench) -> float:
+    """Requests/s that end while none is late to come, by the profile."""
+    some = [replace(spec, arrival_s=0.0) for spec in requests(1.0, 150, seed=9)]
+    path = write(bench.work / "capacity.jsonl", some)
+    summary = bench.call("run", path, "--executor", str(bench.work / "profile.json"), *bench.engine())
+    return float(summary["request_throughput"])
+
+
+def serve_live(bench: Bench, workload: str, name: str, **changes: int) -> dict[str, Any]:
+    out = str(bench.work / name)
+    summary: dict[str, Any] = bench.call(
+        *("run", workload, "--live", "--executor", "torch", "--no-log-blocks", "--out", out, "--overwrite"),
+        *bench.engine(**changes),
+        *bench.real,
+    )
+    return summary
+
+
+def loads(bench: Bench, capacity: float, seconds: float) -> Iterator[dict[str, Any]]:
+    """Each load compared, once all have been served twice."""
+    files = {
+        load: write(bench.work / f"load-{load}.jsonl", requests(load / 100 * capacity, seconds, seed=load))
+        for load in LOADS
+    }
+    for turn in ("a", "b"):
+        for load, workload in files.items():
+            serve_live(bench, workload, f"live-{load}-{turn}")
+    for load in LOADS:
+        first, second = (str(bench.work / f"live-{load}-{turn}") for turn in ("a", "b"))
+        found = bench.call(
+            *("validate", first, "--again", second, "--profile", str(bench.work / "profile.json")),
+            *bench.model,
+        )
+        yield {"load_percent": load, "requests": found["requests"], **compared(found)}
+
+
+def compared(found: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of a comparison."""
+    kept = ("steps_by_regime", "step_noise_percent", "plans", "load", "totals", "noise_percent")
+    return {
+        "errors_percent": {name: metric["error_percent"] for name, metric in found["metrics"].items()},
+        "live_runs_differ_by_percent": found["again"]["difference_percent"],
+        **{name: found[name] for name in kept},
+    }
+
+
+def ranking(bench: Bench, capacity: float, seconds: float) -> dict[str, Any]:
+    """Foretold and live mean E2E of every configuration, and how alike they rank."""
+    rate = RANKED_LOAD / 100 * capacity
+    workload = write(bench.work / "ranked.jsonl", requests(rate, RANKED_SECONDS * seconds, seed=77))
+    rows = []
+    for number, changes in enumerate(CONFIGURATIONS):
+        live = serve_live(bench, workload, f"ranked-{number}", **changes)
+        foretold = bench.call(
+            "run", workload, "--executor", str(bench.work / "profile.json"), *bench.engine(**changes)
+        )
+        rows.append(
+            {"changes": changes, "live_ms": live["mean_e2el_ms"], "foretold_ms": foretold["mean_e2el_ms"]}
+        )
+        print(
+            f"{changes or 'default'}: live {rows[-1]['live_ms']:.0f} ms, foretold {rows[-1]['foretold_ms']:.0f} ms"
+        )
+    tau = kendalltau([row["live_ms"] for row in rows], [row["foretold_ms"] for row in rows]).statistic
+    return {"kendall_tau": float(tau), "configurations": rows}
+
+
+def show(found: dict[str, Any]) -> None:
+    made = found["profile"]
+    print(f"profile {made['profile_s']:.0f} s + fit {made['fit_s']:.0f} s (wanted: under 600 s together)")
+    for row in found["loads"]:
+        steps = row["steps_by_regime"]["all"]
+        like = steps["like_steps"]
+        floor = "unknown" if like is None else f"{like['median_percent']:.1f} / {like['mape_percent']:.1f} %"
+        print(
+            f"\nload {row['load_percent']} %: {row['requests']} requests; steps: median {steps['median_percent']:.1f}, "
+            f"mean {steps['mape_percent']:.1f} % off (wanted 5, 10); like steps of the run from each other {floor}"
+        )
+        for name, errors in row["errors_percent"].items():
+            if errors["mean"] is None:
+                continue
+            wanted = f" (wanted {TARGETS[name]:g} at 30 and 60 %)" if name in TARGETS else ""
+            again = row["live_runs_differ_by_percent"].get(name, {}).get("mean")
+            beside = "" if again is None else f"; the live runs differ by {again:+.1f} %"
+            print(f"  {name}: mean {errors['mean']:+.1f} %{wanted}{beside}")
+    ranked = found["ranking"]
+    print(f"\nten configurations: Kendall's tau {ranked['kendall_tau']:.2f} (wanted 0.8)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "llama-44m")
+    parser.add_argument("--threads", type=int, default=1, help="that torch computes with")
+    parser.add_argument("--seconds", type=float, default=90, help="length of a live run")
+    parser.add_argument("--work", type=Path, help="folder for profile and runs (default: a temporary one)")
+    parser.add_argument("-o", "--out", type=Path, help="write everything as JSON")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        bench = Bench(given.model, given.threads, given.work or Path(temporary))
+        found: dict[str, Any] = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+            "profile": profile_and_fit(bench),
+        }
+        capacity = capacity_per_s(bench)
+        found |= {
+            "capacity_per_s": capacity,
+            "loads": list(loads(bench, capacity, given.seconds)),
+            "ranking": ranking(bench, capacity, given.seconds),
+        }
+    show(found)
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""`servetwin profile` and what follows from it, with a tiny model on this machine: measure, fit, simulate, go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servetwin.executor.profile import TorchProfiler
+from servetwin.executor.testing import tiny_model, torch_threads
+from servetwin.sim.cli import run
+from servetwin.sim.runs import read_run
+from servetwin.sim.steptime.profile_folder import PROFILE_HEADER, read_profile_folder
+from servetwin.sim.steptime.profiles import load_profile
+
+ENGINE = ["--dtype", "float32", "--max-num-seqs", "4", "--block-size", "4", "--max-model-len", "64"]
+ENGINE += ["--num-gpu-blocks-override", "60", "--max-num-batched-tokens", "32", "--threads", "1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", attention="sdpa").save_pretrained(folder)
+    return folder
+
+
+def profile(model: Path, out: Path, *flags: str, points: int = 15, passes: int = 2) -> int:
+    sizes = ["--points", str(points), "--passes", str(passes), "--repetitions", "2"]
+    return run(
+        ["profile", "--model", str(model), *ENGINE, *sizes, "--live-seconds", "0", "--out", str(out), *flags]
+    )
+
+
+@pytest.fixture(scope="module")
+def profiled(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("profiled") / "p"
+    assert profile(model, out) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def fitted(profiled: Path) -> Path:
+    out = profiled.parent / "p.json"
+    assert run(["fit", str(profiled), "-o", str(out)]) == 0
+    return out
+
+
+def test_a_profile_holds_every_point_of_every_pass(profiled: Path) -> None:
+    found = read_profile_folder(profiled)
+    assert len(found.rows) == 30
+    assert found.header["complete"] and found.header["measured"] == 30
+    first, second = found.rows[:15], found.rows[15:]
+    assert [r["query_lens"] for r in first] == [r["query_lens"] for r in second]
+    assert {r["kind"] for r in first} == {"prefill", "decode", "mixed"}
+    assert min(r["device_us"] for r in found.rows) > 0
+    about = found.header["about"]
+    assert {"device", "versions", "model", "date", "dtype", "threads"} <= about.keys()
+    assert found.header["engine"] == {
+        "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "num_gpu_blocks": 60, "block_size": 4,
+        "vocab_size": about_vocab(profiled),
+    }  # fmt: skip
+    assert found.header["coverage"]["rows"] == [1, 4]
+
+
+def about_vocab(profiled: Path) -> Any:
+    return read_profile_folder(profiled).header["engine"]["vocab_size"]
+
+
+def test_a_broken_off_profile_goes_on_with_the_point_it_had_come_to(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C after nine points: they are written, and no point is measured twice."""
+    measured: list[Any] = []
+    original = TorchProfiler.measure
+
+    def measure(self: TorchProfiler, point: Any, repetitions: int, budget_s: float) -> dict[str, Any]:
+        if len(measured) == 9:
+            measured.append(None)
+            raise KeyboardInterrupt
+        measured.append(point)
+        return original(self, point, repetitions, budget_s)
+
+    monkeypatch.setattr(TorchProfiler, "measure", measure)
+    assert profile(model, tmp_path / "p") == 130
+    assert len(read_profile_folder(tmp_path / "p").rows) == 9
+    assert not read_profile_folder(tmp_path / "p").header["complete"]
+    assert profile(model, tmp_path / "p", "--resume") == 0
+    assert "9 of 30 measurements are there already" in capsys.readouterr().err
+    rows = read_profile_folder(tmp_path / "p").rows
+    assert [tuple(r["query_lens"]) for r in rows] == [p.query_lens for p in measured if p is not None]
+
+
+def test_a_profile_in_the_way_is_left_as_it_is(
+    profiled: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (profiled / PROFILE_HEADER).read_bytes()
+    assert profile(model, profiled) == 2
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert profile(model, profiled, "--resume", points=16) == 2
+    assert "its points is 15, here it is 16" in capsys.readouterr().err
+    assert (profiled / PROFILE_HEADER).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--points", "0"], "--points 0: must be 1 or more"),
+        (["--passes", "0"], "--passes 0"),
+        (["--point-seconds", "0"], "--point-seconds 0"),
+        (["--live-seconds", "-1"], "--live-seconds -1"),
+        (["--live-seconds", "nan"], "--live-seconds nan"),
+        (["--gpu", "H100"], "--gpu"),
+        (["--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'], "--speculative-config"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    assert run(["profile", "--model", str(model), *ENGINE, "--out", str(tmp_path / "p"), *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
+def test_points_alone_are_a_profile_that_does_not_call_itself_calibrated(
+    profiled: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["fit", str(profiled), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["calibrated"] is False
+    assert found["untested"] == ["prefill", "decode", "mixed"]
+    assert found["errors"] == [] and found["host"] is None
+    assert run(["fit", str(profiled)]) == 0
+    assert "not calibrated" in capsys.readouterr().out
+
+
+def workload(path: Path, count: int = 12) -> Path:
+    rows = [
+        {"request_id": f"r{i}", "arrival_s": 0.002 * i, "prompt_tokens": 5 + i, "output_tokens": 6 + i % 3}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_run_takes_its_limits_and_its_times_from_the_profile(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No model is named; seats, budget, window and pool are those that were measured, and that is said."""
+    assert (
+        run(["run", str(workload(tmp_path / "w.jsonl")), "--executor", str(fitted), "--block-size", "4"]
+            + ["--out", str(tmp_path / "r")])
+        == 0
+    )  # fmt: skip
+    said = capsys.readouterr()
+    assert "as in the profile: max_num_seqs 4, max_num_batched_tokens 32, max_model_len 64" in said.err
+    assert "not calibrated" in said.out
+    found = read_run(tmp_path / "r")
+    model = load_profile(fitted).step_model(1)
+    assert set(found.steps["source"]) == {"profile"}
+    assert found.config["engine"]["cache"]["num_gpu_blocks"] == 60
+    decode = found.steps[(found.steps["prefill_tokens"] == 0) & (found.steps["rows"] > 0)].iloc[0]
+    assert decode["prepare_s"] > 0
+    assert model.overlaps_preparation
+
+
+def test_a_step_beyond_what_was_measured_is_marked_in_log_and_summary(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight seats instead of four: steps of five rows and more are extrapolated, and no others."""
+    flags = ["--executor", str(fitted), "--block-size", "4", "--max-num-seqs", "8", "--json"]
+    assert run(["run", str(workload(tmp_path / "w.jsonl", 30)), *flags, "--out", str(tmp_path / "r")]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    steps = read_run(tmp_path / "r").steps
+    outside = steps["predicted_outside"] == 1
+    assert outside[steps["rows"] > 4].all()
+    assert not outside[steps["rows"] == 1].any()
+    assert summary["servetwin"]["predicted_outside_steps"] == int(outside.sum()) > 0
+
+
+def test_a_recorded_replay_of_such_a_run_is_the_same_run(fitted: Path, tmp_path: Path) -> None:
+    flags = ["--block-size", "4"]
+    first, second = tmp_path / "a", tmp_path / "b"
+    load = str(workload(tmp_path / "w.jsonl"))
+    assert run(["run", load, "--executor", str(fitted), *flags, "--out", str(first)]) == 0
+    assert run(["run", load, "--executor", f"recorded:{first}", *flags, "--out", str(second)]) == 0
+    ours, theirs = read_run(first), read_run(second)
+    assert ours.requests.equals(theirs.requests)
+    left_out = ["source", "predicted_s", "predicted_outside"]
+    assert ours.steps.drop(columns=left_out).equals(theirs.steps.drop(columns=left_out))
+
+
+@pytest.mark.parametrize(
+    "flags", [["--gpu", "H100"], ["--tensor-parallel-size", "2"], ["--cudagraph-capture-sizes", "8"]]
+)
+def test_flags_that_times_of_whole_steps_cannot_heed_are_refused(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert run(["run", str(workload(tmp_path / "w.jsonl")), "--executor", str(fitted), *flags]) == 2
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_a_simulated_run_is_no_measurement(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = str(workload(tmp_path / "w.jsonl"))
+    assert (
+        run(["run", load, "--executor", str(fitted), "--block-size", "4", "--out", str(tmp_path / "r")]) == 0
+    )
+    assert run(["fit", str(tmp_path / "r")]) == 2
+    assert "its step times are 'profile', nothing was measured there" in capsys.readouterr().err
+
+
+def test_tables_and_measured_steps_are_not_fitted_together(
+    profiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["fit", str(profiled), str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_run_that_was_measured_is_fitted_and_tests_the_points(
+    model: Path, profiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of the real executor in simulated time: it is foretold from the points alone, regime by regime."""
+    load = str(workload(tmp_path / "w.jsonl", 40))
+    engine = ["--model", str(model), *ENGINE]
+    assert run(["run", load, "--executor", "torch", *engine, "--out", str(tmp_path / "r")]) == 0
+    capsys.readouterr()
+    assert run(["fit", str(profiled), str(tmp_path / "r"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    everything = next(e for e in found["errors"] if e["of"] == "all")
+    steps = read_run(tmp_path / "r").steps
+    assert everything["n"] == int((steps["rows"] > 0).sum())
+    assert everything["median_percent"] < 60
+    assert [s["kind"] for s in found["sources"]] == ["points", "run"]
+
+
+@pytest.mark.full
+@pytest.mark.serial
+def test_live_runs_measure_the_host_and_test_the_fit(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three short live runs: host times, errors of each run left out, and a validation of one of them."""
+    out, file = tmp_path / "p", tmp_path / "p.json"
+    assert profile(model, out, "--live-seconds", "4") == 0
+    assert read_profile_folder(out).header["live"] == ["live/balanced", "live/prompts", "live/answers"]
+    capsys.readouterr()
+    assert run(["fit", str(out), "-o", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["host"]["schedule_base_ns"] > 0 and found["host"]["update_base_ns"] > 0
+    assert not found["host"]["overlaps_preparation"]
+    assert {Path(e["run"]).name for e in found["errors"]} == {"balanced", "prompts", "answers"}
+    live = str(out / "live" / "balanced")
+    code = run(
+        ["validate", live, "--profile", str(file), "--model", str(model), "--noise-runs", "0", "--json"]
+    )
+    assert code in (0, 4)
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["steps_by_regime"]["all"]["prepare"] is not None
+    assert compared["plans"] is not None
