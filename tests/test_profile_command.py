@@ -13,8 +13,9 @@ from servetwin.executor.profile import TorchProfiler
 from servetwin.executor.testing import tiny_model, torch_threads
 from servetwin.sim.cli import run
 from servetwin.sim.runs import read_run
+from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.profile_folder import PROFILE_HEADER, read_profile_folder
-from servetwin.sim.steptime.profiles import load_profile
+from servetwin.sim.steptime.profiles import load_profile, write_profile
 
 ENGINE = ["--dtype", "float32", "--max-num-seqs", "4", "--block-size", "4", "--max-model-len", "64"]
 ENGINE += ["--num-gpu-blocks-override", "60", "--max-num-batched-tokens", "32", "--threads", "1"]
@@ -241,6 +242,27 @@ def test_a_run_that_was_measured_is_fitted_and_tests_the_points(
     assert everything["n"] == int((steps["rows"] > 0).sum())
     assert everything["median_percent"] < 60
     assert [s["kind"] for s in found["sources"]] == ["points", "run"]
+
+
+def test_the_speed_of_a_machine_is_calibrated_on_one_half_and_kept(
+    fitted: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that took 1.25 times as long on the device: that factor is found, and a profile with it foretells the run."""
+    slow, run_folder, kept = tmp_path / "slow.json", tmp_path / "r", tmp_path / "kept.json"
+    profile = load_profile(fitted)
+    write_profile(profile.model_copy(update={"calibrated": Calibration(value=1.25, on="a whim")}), slow)
+    load = str(workload(tmp_path / "w.jsonl", 40))
+    assert run(["run", load, "--executor", str(slow), "--block-size", "4", "--out", str(run_folder)]) == 0
+    assert "device times x 1.25, calibrated on the a whim" in capsys.readouterr().out
+    flags = ["--model", str(model), "--noise-runs", "0", "--json"]
+    calibrating = ["--calibrate", "first-half", "--save-profile", str(kept)]
+    assert run(["validate", str(run_folder), "--profile", str(fitted), *flags, *calibrating]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["calibrated"]["what"] == "factor of all times on the device"
+    assert found["calibrated"]["value"] == pytest.approx(1.25, rel=0.01)
+    assert run(["validate", str(run_folder), "--profile", str(kept), *flags]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert abs(again["metrics"]["tpot"]["error_percent"]["mean"]) < 1
 
 
 @pytest.mark.full

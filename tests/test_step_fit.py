@@ -103,7 +103,7 @@ def test_a_regime_that_no_run_has_is_named() -> None:
     fit = fitted(source("a", decode, us), source("b", decode, us))
     assert fit.untested == ("prefill", "mixed")
     profile = StepsProfile.of([source("a", decode, us)], fit)
-    assert not profile.calibrated
+    assert not profile.tested
     assert "not calibrated for prefill and mixed steps" in profile.describe_error()
 
 

@@ -28,7 +28,7 @@ def fit_steps(folders: Sequence[Path], out: Path | None, *, json: bool) -> int:
         write_profile(profile, out)
     if json:
         shown = profile.model_dump(mode="json", exclude={"regression"})
-        print_json({**shown, "calibrated": profile.calibrated, "profile": None if out is None else str(out)})
+        print_json({**shown, "calibrated": profile.tested, "profile": None if out is None else str(out)})
         return 0
     console = results_console()
     for part in _report(sources, fit, profile):
@@ -68,7 +68,7 @@ def _host(host: HostTimes) -> str:
 
 
 def _verdict(profile: StepsProfile) -> Text:
-    if profile.calibrated:
+    if profile.tested:
         return Text(f"calibrated: {profile.describe_error()}", style="green")
     return Text(
         f"{profile.describe_error()}: add runs with {' and '.join(profile.untested)} steps (`servetwin run --live`)",

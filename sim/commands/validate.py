@@ -44,8 +44,8 @@ class ValidateFlags:
         Literal["none", "first-half"],
         flag(
             COMPARISON,
-            "first-half: fit one factor of the dense operators to the mean time per token of the first half of the "
-            "requests, and judge by the second half.",
+            "first-half: fit one factor (of the dense operators; with a profile of whole steps, of all times on the "
+            "device) to the mean time per token of the first half of the requests, and judge by the second half.",
         ),
     ] = "none"
     save_profile: Annotated[

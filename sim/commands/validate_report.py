@@ -37,7 +37,7 @@ def to_json(found: Validation) -> dict[str, Any]:
     calibrated = None
     if found.factor is not None:
         calibrated = {
-            "what": "factor of the dense operators",
+            "what": f"factor of {found.factor_of}",
             "value": found.factor,
             "on": "mean TPOT of the first half of the requests",
         }
@@ -85,7 +85,7 @@ def report(found: Validation) -> Iterator[RenderableType]:
     for line in found.assumed:
         yield Text(f"assumed: {line}", style="yellow")
     if found.factor is not None:
-        yield f"calibrated: dense operators x {found.factor:.4f}, by the mean TPOT of the first half"
+        yield f"calibrated: {found.factor_of} x {found.factor:.4f}, by the mean TPOT of the first half"
     for who, metrics in parts_of(found):
         yield _metrics_table(found, who, metrics)
     yield Text(_formulas(found), style="dim")

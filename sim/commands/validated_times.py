@@ -10,11 +10,14 @@ from servetwin.sim.commands.validate import ValidateFlags
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.host_model import HostModel
 from servetwin.sim.model_shape_reader import read_model_shape
+from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.features import StepModel
-from servetwin.sim.steptime.profiles import Calibration, KernelProfile, Profile, write_profile
+from servetwin.sim.steptime.profiles import KernelProfile, Profile, write_profile
 from servetwin.sim.steptime.steps_profile import StepsProfile
 from servetwin.sim.validation.calibration import Scalable
 from servetwin.sim.validation.measured import MeasuredRun
+
+DENSE, DEVICE = "the dense operators", "all times on the device"
 
 
 @dataclass(frozen=True)
@@ -23,16 +26,22 @@ class ValidatedTimes:
 
     profile: Profile
     model: StepModel
-    scalable: Scalable | None
-    """The model, where it has dense operators of which a factor can be calibrated."""
+    scalable: Scalable
+    """The model, of which a factor can be calibrated ..."""
+    factor_of: str
+    """... that of these."""
     host: HostModel | None
     """None: no time."""
     notes: tuple[str, ...]
 
     def save(self, factor: float, on: str, flags: ValidateFlags) -> None:
         """Writes the profile with the calibrated factor."""
-        assert isinstance(self.profile, KernelProfile) and flags.save_profile is not None
-        calibrated = self.profile.model_copy(update={"calibrated": Calibration(value=factor, on=on)})
+        assert flags.save_profile is not None, "asked for"
+        before = 1.0 if self.profile.calibrated is None else self.profile.calibrated.value
+        found = Calibration(
+            value=factor if isinstance(self.profile, KernelProfile) else factor * before, on=on
+        )
+        calibrated = self.profile.model_copy(update={"calibrated": found})
         write_profile(calibrated, flags.save_profile)
 
 
@@ -46,7 +55,9 @@ def validated_times(
     shape = read_model_shape(flags.model)
     parallel = tensor_parallel(profile, shape, cards, flags.gpu)
     model = profile.step_model(shape.num_layers, parallel=parallel, capture_sizes=asked_graph_sizes(options))
-    return ValidatedTimes(profile, model, model, None, () if parallel is None else (parallel.describe(),))
+    return ValidatedTimes(
+        profile, model, model, DENSE, None, () if parallel is None else (parallel.describe(),)
+    )
 
 
 def _cards(run: MeasuredRun, flags: ValidateFlags) -> int:
@@ -69,6 +80,5 @@ def _of_steps(profile: StepsProfile, cards: int, flags: ValidateFlags) -> Valida
         raise UsageError(
             f"{name}: goes with a profile of kernels; {flags.profile} holds times of whole steps, as they were measured"
         )
-    return ValidatedTimes(
-        profile, profile.step_model(), None, profile.host_model(), (profile.describe_error(),)
-    )
+    model = profile.step_model()
+    return ValidatedTimes(profile, model, model, DEVICE, profile.host_model(), (profile.describe_error(),))

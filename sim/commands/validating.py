@@ -74,7 +74,9 @@ class Validation:
     judged: dict[str, MetricComparison]
     """Of those that the thresholds are for: all, or the half that was not fitted to."""
     factor: float | None
-    """Of the dense operators, where it was calibrated."""
+    """Where one was calibrated ..."""
+    factor_of: str
+    """... of what."""
     noise_percent: dict[str, float]
     """Standard deviation of the simulated means by chance alone."""
     curve_shift_s: float
@@ -124,7 +126,6 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
     model, factor, part = times.model, None, slice(None)
     if flags.calibrate == "first-half":
         factor = _calibrated(run, replay, times, flags)
-        assert times.scalable is not None, "checked there"
         model, part = times.scalable.scaled(factor), second_half(run)
     say(f"simulating {len(requests):,} requests")
     twin = replay(model)
@@ -136,6 +137,7 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
         metrics=compare_metrics(run.requests, twin.requests) | compare_gaps(run.gaps, gaps_of(twin.log)),
         judged=compare_metrics(run.requests, twin.requests, part),
         factor=factor,
+        factor_of=times.factor_of,
         noise_percent=_noise(replay, model, twin, part, flags.noise_runs),
         curve_shift_s=shift_s,
         curves=curves,
@@ -180,12 +182,7 @@ def _check_target(flags: ValidateFlags) -> None:
 
 
 def _calibrated(run: MeasuredRun, replay: Replay, times: ValidatedTimes, flags: ValidateFlags) -> float:
-    """The factor of the dense operators that the first half needs. Raises UsageError."""
-    if times.scalable is None:
-        raise UsageError(
-            f"--calibrate first-half: {flags.profile} has no dense operators, whose factor would be fitted; `servetwin "
-            "fit` takes a run folder itself"
-        )
+    """The factor that the first half needs. Raises UsageError."""
     if len(run.requests) < 4:
         raise UsageError(f"--calibrate first-half: the run has {len(run.requests)} requests, 4 are needed")
     factor = calibrate(run, replay, times.scalable, on_try=lambda f: say(f"simulating with factor {f:.4f}"))

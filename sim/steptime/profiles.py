@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from servetwin.sim.config import explain
+from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.kernel_tables import ATTENTION_AXES, KernelTables, is_table_folder, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
@@ -24,16 +25,6 @@ Columns = dict[str, list[float]]
 
 class ProfileError(ValueError):
     """A file that is no profile, or a damaged one."""
-
-
-class Calibration(BaseModel):
-    """The factor of the dense operators that was fitted to one part of a measured run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    value: float
-    on: str
-    """What it was fitted to."""
 
 
 class KernelProfile(BaseModel):
@@ -54,6 +45,7 @@ class KernelProfile(BaseModel):
     errors: list[dict[str, Any]] = []
     """Of rows left out (`table_check`)."""
     calibrated: Calibration | None = None
+    """The factor of the dense operators."""
 
     @classmethod
     def of(cls, tables: KernelTables, errors: list[dict[str, Any]], written: str | None = None) -> Self:

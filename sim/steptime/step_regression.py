@@ -7,7 +7,7 @@ marked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,10 @@ class StepRegression:
     def graph_tokens(self, features: StepFeatures) -> Ints:
         """The size that each step is padded to, [n]; 0 where it runs without a graph."""
         return _decode_graphs(features, self.graph_sizes)
+
+    def scaled(self, factor: float) -> StepRegression:
+        """The same with all times on the device longer by this factor."""
+        return replace(self, device_weights=tuple(factor * weight for weight in self.device_weights))
 
     def prepare_ns(self, features: StepFeatures) -> Ints:
         """Host time to update states and pack the batch, integer ns [n]."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict
 
 from servetwin.sim.host_model import LinearHostModel
+from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.host_times import HostTimes
 from servetwin.sim.steptime.measured_steps import joined
 from servetwin.sim.steptime.step_fit import StepFit, coverage
@@ -39,7 +40,9 @@ class StepsProfile(BaseModel):
     errors: list[dict[str, Any]]
     """Of runs that were left out of the fit, per regime (`step_fit.HeldOut`)."""
     untested: list[str]
-    """Regimes for which there are none: the profile is calibrated when this is empty."""
+    """Regimes for which there are none: the profile is tested when this is empty."""
+    calibrated: Calibration | None = None
+    """The factor of all times on the device: a machine's speed wanders."""
 
     @classmethod
     def of(cls, sources: Sequence[StepsSource], fit: StepFit, written: str | None = None) -> Self:
@@ -56,15 +59,17 @@ class StepsProfile(BaseModel):
         )
 
     @property
-    def calibrated(self) -> bool:
+    def tested(self) -> bool:
+        """Its error is known for every regime."""
         return not self.untested
 
     def step_model(self, num_layers: int | None = None) -> StepRegression:
-        """The whole model's, whatever its layers."""
+        """The whole model's, whatever its layers, with the factor that was calibrated."""
+        model = self.regression if self.calibrated is None else self.regression.scaled(self.calibrated.value)
         if self.host is None:
-            return self.regression
+            return model
         return replace(
-            self.regression,
+            model,
             turnaround_ns=self.host.turnaround_ns,
             overlaps_preparation=self.host.overlaps_preparation,
         )
@@ -83,4 +88,8 @@ class StepsProfile(BaseModel):
             f"steps of runs left out of the fit were {worst['mape_percent']:.1f} % off in the mean (median "
             f"{worst['median_percent']:.1f} %, bias {worst['bias_percent']:+.1f} %) in the worst of {len(tested)}"
         )
-        return said if self.calibrated else f"{said}; not calibrated for {' and '.join(self.untested)} steps"
+        if self.untested:
+            said += f"; not calibrated for {' and '.join(self.untested)} steps"
+        if self.calibrated is not None:
+            said += f"; device times x {self.calibrated.value:.4g}, calibrated on the {self.calibrated.on}"
+        return said

@@ -21,7 +21,7 @@ MOST_TRIES = 8
 class Scalable(StepModel, Protocol):
     """A step model with a factor that may be calibrated."""
 
-    def scaled(self, dense_scale: float) -> Self: ...
+    def scaled(self, factor: float, /) -> Self: ...
 
 
 def first_half(run: MeasuredRun) -> slice:
@@ -40,7 +40,7 @@ def calibrate(
     model: Scalable,
     on_try: Callable[[float], None] = lambda factor: None,
 ) -> float:
-    """The factor of the dense operators with which the mean TPOT of the first half is the measured one.
+    """The factor with which the mean TPOT of the first half is the measured one.
 
     `replay` simulates the whole run, for each try: later requests weigh on earlier ones. Raises MeasuredRunError where
     no factor between `LOWEST` and `HIGHEST` gives it.
@@ -72,6 +72,6 @@ def _root(error: Callable[[float], float]) -> float:
     if abs(old_error) < 10 * TOLERANCE:
         return old
     raise MeasuredRunError(
-        f"no factor of the dense operators between {LOWEST:g} and {HIGHEST:g} gives the measured time per token "
+        f"no factor between {LOWEST:g} and {HIGHEST:g} gives the measured time per token "
         f"(at {old:.4g} it is {100 * old_error:+.2f} % off): the profile is of another card or model"
     )
