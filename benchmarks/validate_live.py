@@ -9,8 +9,8 @@
 3. Ten configurations (seats, token budget, chunk threshold, blocks) under one load: Kendall's tau between the mean E2E
    that was foretold and that of a live run.
 
-Takes about half an hour; nothing else should run meanwhile. Random weights for examples/llama-44m by default. What is in
-the folder of --work already is not measured again.
+Takes about half an hour; nothing else should run meanwhile. Random weights for examples/llama-44m by default. What is
+in the folder of --work already is not measured again.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def test_a_run_that_was_measured_is_fitted_and_tests_the_points(
 def test_the_speed_of_a_machine_is_calibrated_on_one_half_and_kept(
     fitted: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that took 1.25 times as long on the device: that factor is found, and a profile with it foretells the run."""
+    """A run that took 1.25 times as long on the device: the factor is found, and a profile with it foretells that."""
     slow, run_folder, kept = tmp_path / "slow.json", tmp_path / "r", tmp_path / "kept.json"
     profile = load_profile(fitted)
     write_profile(profile.model_copy(update={"calibrated": Calibration(value=1.25, on="a whim")}), slow)

@@ -50,6 +50,7 @@ from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
 from servetwin.sim.steptime.profiles import load_profile
 from servetwin.sim.steptime.recorded import RecordedHostModel, RecordedSteps, RecordedStepTimer
+from servetwin.sim.steptime.shipped import names_profile, shipped_profiles
 from servetwin.sim.steptime.steps_profile import StepsProfile
 from servetwin.sim.token_source import TokenSource
 from servetwin.sim.units import seconds_to_ns
@@ -91,7 +92,7 @@ def build_engine(flags: EngineFlags, executor: str, step_time_s: float | None, s
     try:
         if executor == "roofline":
             return _roofline_engine(flags, step_time_s, seed, drafting)
-        is_profile = not executor.startswith(RECORDED) and Path(executor).exists()
+        is_profile = not executor.startswith(RECORDED) and names_profile(executor)
         refuse_card_flags(flags, executor, HEEDED_BY_PROFILES if is_profile else ())
         if executor.startswith(RECORDED):
             return _recorded_engine(flags, executor, step_time_s, seed, drafting)
@@ -328,8 +329,8 @@ def _load_executor(name: str) -> Any:
         return load("servetwin.executors", name)
     except PluginError as e:
         allowed = (
-            "allowed: constant (with --step-time-s), roofline (with --gpu), the file or folder of a profile, "
-            "recorded:RUN, "
+            "allowed: constant (with --step-time-s), roofline (with --gpu), the file or folder of a profile, a shipped "
+            f"profile ({', '.join(shipped_profiles())}), recorded:RUN, "
         )
         raise UsageError(f"--executor {e}".replace("allowed: ", allowed)) from e
 

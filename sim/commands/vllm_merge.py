@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from servetwin.sim.commands.flag_names import spelled
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.profile_source import HEEDED as HEEDED_BY_PROFILES
 from servetwin.sim.commands.recorded_source import PREFIX as RECORDED
+from servetwin.sim.steptime.shipped import names_profile
 from servetwin.sim.vllm_args import VllmArgs, parse_vllm_args
 
 ONLY_REAL = ("load_format", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
@@ -35,7 +35,7 @@ def _without_effect(executor: str) -> tuple[str, ...]:
     """Fields that the executor ignores."""
     if executor.startswith(RECORDED):
         return MODEL_OR_CARD
-    if executor not in WITHOUT_EFFECT and Path(executor).exists():
+    if executor not in WITHOUT_EFFECT and names_profile(executor):
         return tuple(name for name in MODEL_OR_CARD if spelled(name) not in HEEDED_BY_PROFILES)
     return WITHOUT_EFFECT.get(executor, ONLY_MODELLED)
 

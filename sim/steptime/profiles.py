@@ -1,6 +1,7 @@
 """Step-time profiles: files of measured times that steps are foretold from, with what they were measured on.
 
-A profile is one JSON file (`servetwin fit ... -o FILE`); a folder of per-kernel tables serves as one, too.
+A profile is one JSON file (`servetwin fit ... -o FILE`); a folder of per-kernel tables serves as one, too. Some are
+shipped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.kernel_model import KernelStepModel
 from servetwin.sim.steptime.kernel_tables import ATTENTION_AXES, KernelTables, is_table_folder, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
+from servetwin.sim.steptime.shipped import shipped_profiles
 from servetwin.sim.steptime.step_sources import is_step_folder
 from servetwin.sim.steptime.steps_profile import StepsProfile
 from servetwin.sim.steptime.tensor_parallel import TensorParallel
@@ -111,8 +113,13 @@ _ANY: TypeAdapter[Profile] = TypeAdapter(Annotated[Profile, Field(discriminator=
 
 
 def load_profile(path: str | Path) -> Profile:
-    """From a file, or a folder of per-kernel tables. Raises ProfileError, TableError, OSError."""
+    """From a file, a folder of per-kernel tables, or by the name of a shipped one.
+
+    Raises ProfileError, TableError, OSError.
+    """
     path = Path(path)
+    if not path.exists():
+        path = shipped_profiles().get(str(path), path)
     if path.is_dir():
         if is_table_folder(path):
             return KernelProfile.of(read_tables(path), [])
@@ -122,7 +129,9 @@ def load_profile(path: str | Path) -> Profile:
             )
         raise ProfileError(f"{path}: is a folder without attention.csv, and no profile of `servetwin fit`")
     if not path.is_file():
-        raise ProfileError(f"{path}: no such file or folder")
+        raise ProfileError(
+            f"{path}: no such file or folder, nor a shipped profile ({', '.join(shipped_profiles())})"
+        )
     try:
         return _ANY.validate_json(path.read_bytes())
     except ValidationError as e:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any, Literal
 
 from servetwin.sim.runs import HEADER, Run, read_run
 from servetwin.sim.steptime.measured_steps import MeasuredSteps
 from servetwin.sim.steptime.profile_folder import PROFILE_HEADER, read_profile_folder
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SAME = ("model", "num_parameters", "dtype", "device", "threads", "compiled")
 """What all sources of one fit must agree in (keys of an executor's description)."""
