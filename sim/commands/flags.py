@@ -62,10 +62,11 @@ class RunFlags:
         str | None,
         _flag(
             RUN,
-            "Required. torch: a real model, measured. constant: every step takes --step-time-s. roofline: estimated "
-            "for --model from the published peaks of --gpu. A path: step times from a profile of `servetwin fit`, or "
-            "from a folder of per-kernel tables; a shipped one goes by its name. recorded:RUN: those of an earlier run, "
-            "step by step. module:attribute: your own, called with ExecutorOptions (the current folder is searched, too).",
+            "Required. torch: a real model, measured. constant: every step takes --step-time-s. roofline: "
+            "estimated for --model from the published peaks of --gpu. A path: step times from a profile of "
+            "`servetwin fit`, or from a folder of per-kernel tables; a shipped profile goes by its name. "
+            "recorded:RUN: those of an earlier run, step by step. module:attribute: your own, called with "
+            "ExecutorOptions (the current folder is searched, too).",
         ),
     ] = None
     live: Annotated[
