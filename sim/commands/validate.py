@@ -66,7 +66,8 @@ class ValidateFlags:
         int,
         count(
             COMPARISON,
-            "Simulations with 3 % noise on every step: how much of each error is chance.",
+            "Simulations with noise on every step, as like steps of the run differ from each other (3 % where it "
+            "does not say its steps): how much of each error is chance.",
         ),
     ] = 3
     max_ttft_error: Annotated[

@@ -54,6 +54,7 @@ def to_json(found: Validation) -> dict[str, Any]:
         "thresholds_percent": found.thresholds,
         "missed": found.missed,
         "noise_percent": found.noise_percent,
+        "noise_of_steps_percent": 100 * found.noise,
         "totals": totals(found),
         "curves": {name: asdict(curve) for name, curve in found.curves.items()},
         "curve_shift_s": found.curve_shift_s,
@@ -133,7 +134,8 @@ def _cell(comparison: MetricComparison, again: MetricComparison | None, of: str)
 def _formulas(found: Validation) -> str:
     lines = [f"{title} = {FORMULAS[name]}" for name, title in TITLES.items() if name in found.metrics]
     lines.append(
-        "median request: of the absolute errors of single ones; chance: standard deviation of the mean"
+        "median request: of the absolute errors of single ones; chance: standard deviation of the mean "
+        f"by {100 * found.noise:.1f} % noise on every step"
     )
     if found.again is not None:
         lines.append(f"second run = {found.again.run.path} / measured - 1")

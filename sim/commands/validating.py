@@ -43,8 +43,8 @@ from servetwin.sim.validation.step_errors import StepErrors, measured_steps, ste
 from servetwin.workloads import ReadOptions, RequestSpec, read_trace
 
 THRESHOLD_MISSED = 4
-NOISE = 0.03
-"""Standard deviation of a step's time from one time to the next, relative."""
+ASSUMED_NOISE = 0.03
+"""Standard deviation of a step's time from one time to the next, relative, where the run does not say it."""
 ENGINE = ("block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens", "async_scheduling")
 """Settings of the engine that have a flag ..."""
 OF_THE_RUN = (
@@ -77,6 +77,8 @@ class Validation:
     """Where one was calibrated ..."""
     factor_of: str
     """... of what."""
+    noise: float
+    """Standard deviation of a step's time, relative: that of like steps of the run, or ASSUMED_NOISE."""
     noise_percent: dict[str, float]
     """Standard deviation of the simulated means by chance alone."""
     curve_shift_s: float
@@ -127,6 +129,8 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
     if flags.calibrate == "first-half":
         factor = _calibrated(run, replay, times, flags)
         model, part = times.scalable.scaled(factor), second_half(run)
+    of_steps = _step_errors(run, model, second)
+    noise = _step_noise(of_steps)
     say(f"simulating {len(requests):,} requests")
     twin = replay(model)
     shift_s, curves = compare_curves(run, twin)
@@ -138,11 +142,12 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
         judged=compare_metrics(run.requests, twin.requests, part),
         factor=factor,
         factor_of=times.factor_of,
-        noise_percent=_noise(replay, model, twin, part, flags.noise_runs),
+        noise=noise,
+        noise_percent=_noise(replay, partial(NoisyModel, model, noise), twin, part, flags.noise_runs),
         curve_shift_s=shift_s,
         curves=curves,
         bands=residual_bands(run.requests, twin),
-        step_errors=_step_errors(run, model, second),
+        step_errors=of_steps,
         plans=None if run.log is None else plan_agreement(run.log, twin.log),
         again=second,
         load=load_of(twin),
@@ -243,8 +248,16 @@ def _prompts(run: MeasuredRun, path: Path, workload: Path | None) -> Sequence[Re
     return [requests[row] for row in run.rows]
 
 
+def _step_noise(errors: dict[str, StepErrors]) -> float:
+    """Of decode steps, from their mean distance to the median of like ones, as for a normal distribution."""
+    decode = errors.get("decode")
+    if decode is None or decode.like is None:
+        return ASSUMED_NOISE
+    return float(np.sqrt(np.pi / 2)) * decode.like.mape / 100
+
+
 def _noise(
-    replay: Replay, model: StepModel, without: SimulatedRun, part: slice, runs: int
+    replay: Replay, noisy: Callable[[int], StepModel], without: SimulatedRun, part: slice, runs: int
 ) -> dict[str, float]:
     """Standard deviation of each mean in percent, over runs that differ in the noise of their steps alone."""
     if runs < 2:
@@ -253,9 +266,9 @@ def _noise(
     means: dict[str, list[float]] = {name: [] for name in plain}
     for seed in range(runs):
         say(f"simulating with noise, {seed + 1} of {runs}")
-        noisy = metrics_of(replay(NoisyModel(model, NOISE, seed)).requests)
+        again = metrics_of(replay(noisy(seed)).requests)
         for name in means:
-            means[name].append(float(np.nanmean(noisy[name][part])))
+            means[name].append(float(np.nanmean(again[name][part])))
     return {
         name: 100 * float(np.std(of, ddof=1)) / plain[name] for name, of in means.items() if plain[name] > 0
     }
