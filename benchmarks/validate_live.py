@@ -3,9 +3,9 @@
     python benchmarks/validate_live.py [--model FOLDER] [--threads N] [--seconds 90] [--work FOLDER] [-o FILE]
 
 1. `servetwin profile` and `servetwin fit`, with the time they take.
-2. A workload of other lengths and arrivals than the profile's at 30, 60 and 90 % of the capacity that the profile
-   foretells: twice live (the two runs far apart in time), once simulated; `servetwin validate` compares. The difference
-   between the two live runs stands beside each error: what the machine is off by from itself.
+2. `servetwin validate --live`: a workload of other lengths and arrivals than the profile's at 30, 60 and 90 % of the
+   capacity that the profile foretells, twice live and once simulated. The difference between the two live runs stands
+   beside each error: what the machine is off by from itself.
 3. Ten configurations (seats, token budget, chunk threshold, blocks) under one load: Kendall's tau between the mean E2E
    that was foretold and that of a live run.
 
@@ -24,8 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,6 @@ from servetwin.workloads.traces.jsonl import to_jsonl
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVETWIN = Path(sys.executable).with_name("servetwin")
-LOADS = (30, 60, 90)
-"""Percent of the capacity."""
 TARGETS = {"ttft": 8.0, "tpot": 5.0, "e2e": 5.0}
 """Percent, of the mean, at 30 and 60 % load."""
 ENGINE = {
@@ -123,7 +119,7 @@ def profile_and_fit(bench: Bench) -> dict[str, Any]:
 def requests(rate_per_s: float, seconds: float, seed: int) -> list[RequestSpec]:
     """Prompts and answers of lognormal lengths, bursty arrivals (CV 1.3): nothing that a profile runs."""
     made = Synthetic(
-        arrivals=Gamma(rate_per_s, cv=1.3),
+        arrivals=Gamma(rate_per_s=rate_per_s, cv=1.3),
         n=max(round(rate_per_s * seconds), 4),
         input_lengths=Lognormal(math.log(110), 0.8, max_tokens=900, min_tokens=4),
         output_lengths=Lognormal(math.log(40), 0.7, max_tokens=300, min_tokens=2),
@@ -135,14 +131,6 @@ def requests(rate_per_s: float, seconds: float, seed: int) -> list[RequestSpec]:
 def write(path: Path, some: list[RequestSpec]) -> str:
     path.write_text("".join(json.dumps(to_jsonl(spec)) + "\n" for spec in some))
     return str(path)
-
-
-def capacity_per_s(bench: Bench) -> float:
-    """Requests/s that end while none is late to come, by the profile."""
-    some = [replace(spec, arrival_s=0.0) for spec in requests(1.0, 150, seed=9)]
-    path = write(bench.work / "capacity.jsonl", some)
-    summary = bench.call("run", path, "--executor", str(bench.work / "profile.json"), *bench.engine())
-    return float(summary["request_throughput"])
 
 
 def serve_live(bench: Bench, workload: str, name: str, **changes: int) -> dict[str, Any]:
@@ -167,36 +155,41 @@ def serve_live(bench: Bench, workload: str, name: str, **changes: int) -> dict[s
     return summary
 
 
-def loads(bench: Bench, capacity: float, seconds: float) -> Iterator[dict[str, Any]]:
-    """Each load compared, once all have been served twice."""
-    files = {
-        load: write(bench.work / f"load-{load}.jsonl", requests(load / 100 * capacity, seconds, seed=load))
-        for load in LOADS
-    }
-    for turn in ("a", "b"):
-        for load, workload in files.items():
-            serve_live(bench, workload, f"live-{load}-{turn}")
-    for load in LOADS:
-        first, second = (str(bench.work / f"live-{load}-{turn}") for turn in ("a", "b"))
-        flags = ["--again", second, "--profile", str(bench.work / "profile.json"), *bench.model]
-        found = bench.call("validate", first, *flags)
-        calibrated = bench.call("validate", first, *flags, "--calibrate", "first-half", "--noise-runs", "0")
-        yield {
-            "load_percent": load,
-            "requests": found["requests"],
-            **compared(found),
-            "calibrated": calibrated["calibrated"],
-            "calibrated_errors_percent": errors_of(calibrated["parts"]["second half (tested)"]),
-        }
+def loads(bench: Bench, seconds: float) -> dict[str, Any]:
+    """What `servetwin validate --live` finds."""
+    kept = bench.work / "loads.json"
+    if not kept.is_file():
+        workload = write(bench.work / "unseen.jsonl", requests(1.0, 2000, seed=9))
+        flags = ["--profile", str(bench.work / "profile.json"), "--seconds", str(seconds)]
+        flags += ["--out", str(bench.work / "loads")]
+        kept.write_text(
+            json.dumps(bench.call("validate", workload, "--live", *flags, *bench.model, *bench.real))
+        )
+    found: dict[str, Any] = json.loads(kept.read_bytes())
+    return {**found, "loads": [kept_of(bench, load) for load in found["loads"]]}
 
 
-def compared(found: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a comparison."""
-    kept = ("steps_by_regime", "step_noise_percent", "plans", "load", "totals", "noise_percent")
+def kept_of(bench: Bench, load: dict[str, Any]) -> dict[str, Any]:
+    """Of one load; also with one factor of the device times that the first half of the requests was fitted to."""
+    folder = bench.work / "loads" / f"load-{load['percent']:g}"
+    flags = ["--profile", str(bench.work / "profile.json"), *bench.model, "--noise-runs", "0"]
+    calibrated = bench.call("validate", str(folder / "live-1"), *flags, "--calibrate", "first-half")
+    names = (
+        "percent",
+        "rate_per_s",
+        "requests",
+        "steps_by_regime",
+        "step_noise_percent",
+        "plans",
+        "load",
+        "totals",
+    )
     return {
-        "errors_percent": errors_of(found["metrics"]),
-        "live_runs_differ_by_percent": found["again"]["difference_percent"],
-        **{name: found[name] for name in kept},
+        **{name: load[name] for name in (*names, "noise_percent")},
+        "errors_percent": errors_of(load["metrics"]),
+        "live_runs_differ_by_percent": load["again"]["difference_percent"],
+        "calibrated": calibrated["calibrated"],
+        "calibrated_errors_percent": errors_of(calibrated["parts"]["second half (tested)"]),
     }
 
 
@@ -233,7 +226,7 @@ def show(found: dict[str, Any]) -> None:
         like = steps["like_steps"]
         floor = "unknown" if like is None else f"{like['median_percent']:.1f} / {like['mape_percent']:.1f} %"
         print(
-            f"\nload {row['load_percent']} %: {row['requests']} requests; steps: median {steps['median_percent']:.1f}, "
+            f"\nload {row['percent']:g} %: {row['requests']} requests; steps: median {steps['median_percent']:.1f}, "
             f"mean {steps['mape_percent']:.1f} % off (wanted 5, 10); like steps of the run from each other {floor}"
         )
         for name, errors in row["errors_percent"].items():
@@ -270,12 +263,8 @@ def main() -> None:
             "cpus": os.cpu_count(),
             "profile": profile_and_fit(bench),
         }
-        capacity = capacity_per_s(bench)
-        found |= {
-            "capacity_per_s": capacity,
-            "loads": list(loads(bench, capacity, given.seconds)),
-            "ranking": ranking(bench, capacity, given.seconds),
-        }
+        found |= loads(bench, given.seconds)
+        found["ranking"] = ranking(bench, found["capacity_per_s"], given.seconds)
     show(found)
     if given.out is not None:
         given.out.write_text(json.dumps(found, indent=1) + "\n")

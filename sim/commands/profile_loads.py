@@ -20,7 +20,7 @@ from servetwin.sim.config import ModelConfig
 from servetwin.sim.steptime.measured_steps import MeasuredSteps
 from servetwin.sim.steptime.profile_folder import ProfileWriter, read_profile_folder
 from servetwin.sim.steptime.step_regression import StepRegression
-from servetwin.sim.validation.replay import simulated
+from servetwin.sim.validation.capacity import capacity_per_s
 
 LIVE = "live"
 FIRST, LAST = 0.15, 1.0
@@ -78,8 +78,7 @@ def _capacity(
     )
     load = replace(_load(shape), num_prompts=max(PROBE, 3 * limits["max_num_seqs"]), request_rate=math.inf)
     workload = Load(None, load, TraceFlags()).open(seed)
-    ended = simulated(list(workload.requests), config, model).requests["last_token_s"]
-    return len(ended) / float(ended.max())
+    return capacity_per_s(list(workload.requests), config, model)
 
 
 def _load(shape: LoadShape) -> LoadFlags:

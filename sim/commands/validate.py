@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from servetwin.sim.commands.flag_kinds import count, flag, switch
+from servetwin.sim.commands.flag_kinds import count, flag, numbers, switch
 from servetwin.sim.commands.flags import (
     CACHE,
     MODEL,
@@ -20,6 +20,7 @@ from servetwin.sim.commands.flags import (
 )
 
 COMPARISON = Group("Comparison", sort_key=0)
+LIVE = Group("Live", sort_key=1)
 
 
 @Parameter(name="*")
@@ -76,6 +77,36 @@ class ValidateFlags:
     max_tpot_error: Annotated[float, flag(COMPARISON, "The same for the mean TPOT.")] = 5.0
     max_e2e_error: Annotated[float, flag(COMPARISON, "The same for the mean E2E.")] = 5.0
     json: Annotated[bool, switch(COMPARISON, "Print one JSON object.")] = False
+    live: Annotated[
+        bool,
+        switch(
+            LIVE,
+            "RUN is a workload (a file or a preset): it is served live at several loads, then simulated and compared.",
+        ),
+    ] = False
+    loads: Annotated[
+        tuple[float, ...],
+        numbers(LIVE, "Loads in percent of the capacity that the profile foretells."),
+    ] = (30, 60, 90)
+    live_runs: Annotated[
+        int, count(LIVE, "Live runs of each load; 2: their difference stands beside each error.")
+    ] = 2
+    seconds: Annotated[float, flag(LIVE, "Length of each.")] = 60.0
+    out: Annotated[
+        Path | None, flag(LIVE, "Folder to keep the runs in (default: they are thrown away).", "--out", "-o")
+    ] = None
+    load_format: Annotated[
+        Literal["auto", "dummy"],
+        flag(LIVE, "dummy: random weights for the configuration in the model folder."),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        flag(LIVE, "Data type of weights, activations and KV cache."),
+    ] = "auto"
+    threads: Annotated[
+        int | None, count(LIVE, "CPU threads that torch computes with (default: as in the profile).")
+    ] = None
+    seed: Annotated[int, count(LIVE, "Of a preset's draws, of random weights and of token ids.")] = 0
     tensor_parallel_size: Annotated[
         int | None,
         count(
@@ -106,10 +137,10 @@ class ValidateFlags:
 
 def validate(
     run: Annotated[
-        Path,
+        str,
         Parameter(
             help="A run folder (`run --live`), a folder with requests.jsonl, or a result of `vllm bench serve "
-            "--save-detailed`."
+            "--save-detailed`; with --live a workload."
         ),
     ],
     /,
@@ -123,6 +154,10 @@ def validate(
     tokens - 1); ITL = gaps between outputs; E2E = last token - queued; queue = first scheduled - queued. Errors are
     simulated / measured - 1. Exit code 4: an error is beyond its threshold.
     """
+    if flags.live:
+        from servetwin.sim.commands.validate_live import carry_out as serve_and_compare
+
+        return serve_and_compare(run, flags)
     from servetwin.sim.commands.validating import carry_out
 
-    return carry_out(run, flags)
+    return carry_out(Path(run), flags)
