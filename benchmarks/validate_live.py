@@ -2,6 +2,8 @@
 
     python benchmarks/validate_live.py [--model FOLDER] [--threads N] [--seconds 90] [--work FOLDER] [-o FILE]
 
+First how steady the machine is by itself; then:
+
 1. `servetwin profile` and `servetwin fit`, with the time they take.
 2. `servetwin validate --live`: a workload of other lengths and arrivals than the profile's at 30, 60 and 90 % of the
    capacity that the profile foretells, twice live and once simulated. The difference between the two live runs stands
@@ -28,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from scipy.stats import kendalltau
 
 from servetwin.sim.runs import read_run
@@ -93,6 +96,19 @@ class Bench:
         return ["--load-format", "dummy", "--threads", str(self._threads)]
 
 
+def steadiness(seconds: float = 30.0) -> dict[str, float]:
+    """How steady the machine is by itself: one and the same Python loop over and over, in ms."""
+    took, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        began, total = time.perf_counter(), 0
+        for number in range(200_000):
+            total += number * number
+        took.append(1e3 * (time.perf_counter() - began))
+        time.sleep(0.2)
+    p10, p50, p90 = np.percentile(took, (10, 50, 90)).tolist()
+    return {"p10_ms": p10, "p50_ms": p50, "p90_ms": p90}
+
+
 def profile_and_fit(bench: Bench) -> dict[str, Any]:
     """With the seconds that each takes."""
     folder, file, kept = (bench.work / name for name in ("profile", "profile.json", "profile-times.json"))
@@ -121,8 +137,8 @@ def requests(rate_per_s: float, seconds: float, seed: int) -> list[RequestSpec]:
     made = Synthetic(
         arrivals=Gamma(rate_per_s=rate_per_s, cv=1.3),
         n=max(round(rate_per_s * seconds), 4),
-        input_lengths=Lognormal(math.log(110), 0.8, max_tokens=900, min_tokens=4),
-        output_lengths=Lognormal(math.log(40), 0.7, max_tokens=300, min_tokens=2),
+        input_lengths=Lognormal(mu=math.log(110), sigma=0.8, max_tokens=900, min_tokens=4),
+        output_lengths=Lognormal(mu=math.log(40), sigma=0.7, max_tokens=300, min_tokens=2),
         seed=seed,
     )
     return list(made.requests)
@@ -219,6 +235,11 @@ def ranking(bench: Bench, capacity: float, seconds: float) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
+    steady = found["steadiness"]
+    print(
+        f"a loop that always does the same took {steady['p50_ms']:.1f} ms at the median, {steady['p10_ms']:.1f} at P10, "
+        f"{steady['p90_ms']:.1f} at P90: what this machine wanders by itself"
+    )
     made = found["profile"]
     print(f"profile {made['profile_s']:.0f} s + fit {made['fit_s']:.0f} s (wanted: under 600 s together)")
     for row in found["loads"]:
@@ -261,6 +282,7 @@ def main() -> None:
             "date": datetime.now(UTC).date().isoformat(),
             "python": platform.python_version(),
             "cpus": os.cpu_count(),
+            "steadiness": steadiness(),
             "profile": profile_and_fit(bench),
         }
         found |= loads(bench, given.seconds)

@@ -135,7 +135,7 @@ class Overlapping(Doubling):
 
 
 def log_of(model: Doubling, host: LinearHostModel | None = None) -> MemorySink:
-    config = engine_config(num_gpu_blocks=400, async_scheduling=True)
+    config = engine_config(usable_blocks=400, async_scheduling=True)
     requests = [spec(f"r{i}", 9, 12 + i % 5, i * 7e-5) for i in range(40)]
     timer = ModelledStepTimer(model, TokenSource(config.model.vocab_size), "modelled")
     return serve(requests, config, timer=timer, host=host)

@@ -21,6 +21,7 @@ from servetwin.sim.commands.flags import (
 
 COMPARISON = Group("Comparison", sort_key=0)
 LIVE = Group("Live", sort_key=1)
+LIVE_FLAGS = ("loads", "live_runs", "seconds", "out", "load_format", "dtype", "threads", "seed")
 
 
 @Parameter(name="*")

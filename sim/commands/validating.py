@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.show import print_json, results_console, say
-from servetwin.sim.commands.validate import ValidateFlags
+from servetwin.sim.commands.validate import LIVE_FLAGS, ValidateFlags
 from servetwin.sim.commands.validated_times import ValidatedTimes, validated_times
 from servetwin.sim.config import ASSUMED_NUM_GPU_BLOCKS, EngineConfig, explain
 from servetwin.sim.engine_options import EngineOptions
@@ -117,6 +117,7 @@ def carry_out(path: Path, flags: ValidateFlags) -> int:
 def validation(path: Path, flags: ValidateFlags) -> Validation:
     """Raises UsageError, MeasuredRunError, and the errors of profiles and models (all ValueErrors)."""
     thresholds = _thresholds(flags)
+    _refuse_live_flags(flags)
     _check_target(flags)
     profile = load_profile(flags.profile)
     run = read_measured(path)
@@ -173,6 +174,15 @@ def _step_errors(run: MeasuredRun, model: StepModel, again: Again | None) -> dic
     if steps is None:
         return {}
     return step_errors(steps, model, None if again is None else measured_steps(again.run.log))
+
+
+def _refuse_live_flags(flags: ValidateFlags) -> None:
+    """What only --live heeds."""
+    if flags.live:
+        return
+    default = {f.name: f.default for f in fields(ValidateFlags)}
+    for name in (n for n in LIVE_FLAGS if getattr(flags, n) != default[n]):
+        raise UsageError(f"--{name.replace('_', '-')} goes with --live only")
 
 
 def _check_target(flags: ValidateFlags) -> None:

@@ -80,16 +80,18 @@ class StepsProfile(BaseModel):
 
     def describe_error(self) -> str:
         """In one line, for every output of a run with these times."""
-        tested = [e for e in self.errors if e["of"] == "all"]
-        if not tested:
-            return "not calibrated: no run was left out of the fit to test it"
-        worst = max(tested, key=lambda e: e["mape_percent"])
-        said = (
-            f"steps of runs left out of the fit were {worst['mape_percent']:.1f} % off in the mean (median "
-            f"{worst['median_percent']:.1f} %, bias {worst['bias_percent']:+.1f} %) in the worst of {len(tested)}"
-        )
-        if self.untested:
-            said += f"; not calibrated for {' and '.join(self.untested)} steps"
+        said = self._tests_in_words()
         if self.calibrated is not None:
             said += f"; device times x {self.calibrated.value:.4g}, calibrated on the {self.calibrated.on}"
         return said
+
+    def _tests_in_words(self) -> str:
+        runs = [e for e in self.errors if e["of"] == "all"]
+        if not runs:
+            return "not calibrated: no run was left out of the fit to test it"
+        worst = max(runs, key=lambda e: e["mape_percent"])
+        said = (
+            f"steps of runs left out of the fit were {worst['mape_percent']:.1f} % off in the mean (median "
+            f"{worst['median_percent']:.1f} %, bias {worst['bias_percent']:+.1f} %) in the worst of {len(runs)}"
+        )
+        return f"{said}; not calibrated for {' and '.join(self.untested)} steps" if self.untested else said
