@@ -237,8 +237,8 @@ def ranking(bench: Bench, capacity: float, seconds: float) -> dict[str, Any]:
 def show(found: dict[str, Any]) -> None:
     steady = found["steadiness"]
     print(
-        f"a loop that always does the same took {steady['p50_ms']:.1f} ms at the median, {steady['p10_ms']:.1f} at P10, "
-        f"{steady['p90_ms']:.1f} at P90: what this machine wanders by itself"
+        f"one and the same loop took {steady['p50_ms']:.1f} ms at the median, {steady['p10_ms']:.1f} at P10, "
+        f"{steady['p90_ms']:.1f} at P90: so much the machine wanders by itself"
     )
     made = found["profile"]
     print(f"profile {made['profile_s']:.0f} s + fit {made['fit_s']:.0f} s (wanted: under 600 s together)")

@@ -273,6 +273,26 @@ def test_the_speed_of_a_machine_is_calibrated_on_one_half_and_kept(
     assert abs(again["metrics"]["tpot"]["error_percent"]["mean"]) < 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--seconds", "5"], "--seconds goes with --live only"),
+        (["--load-format", "dummy"], "--load-format goes with --live only"),
+        (["--live", "--again", "x"], "--again goes with a run that was measured already"),
+        (["--live", "--loads", "0"], "--loads 0.0: percentages above 0"),
+        (["--live", "--live-runs", "3"], "--live-runs 3: allowed are 1 and 2"),
+        (["--live", "--seconds", "0"], "--seconds 0"),
+        (["--live"], "needs at least two requests at different times"),
+    ],
+)
+def test_what_cannot_be_validated_live_is_refused_before_anything_is_loaded(
+    fitted: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    load = str(workload(tmp_path / "w.jsonl", 1))
+    assert run(["validate", load, "--profile", str(fitted), "--model", str(model), *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.full
 @pytest.mark.serial
 def test_live_runs_measure_the_host_and_test_the_fit(
@@ -296,3 +316,14 @@ def test_live_runs_measure_the_host_and_test_the_fit(
     compared = json.loads(capsys.readouterr().out)
     assert compared["steps_by_regime"]["all"]["prepare"] is not None
     assert compared["plans"] is not None
+    load, kept = str(workload(tmp_path / "w.jsonl", 60)), tmp_path / "loads"
+    flags = ["--profile", str(file), "--model", str(model), "--loads", "20", "50", "--seconds", "2"]
+    assert run(["validate", load, "--live", *flags, "--out", str(kept), "--noise-runs", "0", "--json"]) in (
+        0,
+        4,
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert [load["percent"] for load in found["loads"]] == [20, 50]
+    assert found["loads"][0]["rate_per_s"] == pytest.approx(0.2 * found["capacity_per_s"])
+    assert all(load["again"]["difference_percent"]["e2e"]["mean"] is not None for load in found["loads"])
+    assert read_run(kept / "load-50" / "live-2").state == "complete"
