@@ -102,6 +102,20 @@ def test_a_broken_off_profile_goes_on_with_the_point_it_had_come_to(
     assert [tuple(r["query_lens"]) for r in rows] == [p.query_lens for p in measured if p is not None]
 
 
+def test_when_its_minutes_are_over_the_design_is_left_where_it_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A time too short for two points: one is measured, the folder is whole, and it can be gone on with."""
+    assert profile(model, tmp_path / "p", "--minutes", "0.001", "--point-seconds", "0.1") == 0
+    found = read_profile_folder(tmp_path / "p")
+    assert 1 <= len(found.rows) < 30
+    assert found.header["complete"]
+    assert "--resume goes on" in capsys.readouterr().err
+    assert run(["fit", str(tmp_path / "p")]) == 0
+    assert profile(model, tmp_path / "p", "--resume") == 0
+    assert len(read_profile_folder(tmp_path / "p").rows) == 30
+
+
 def test_a_profile_in_the_way_is_left_as_it_is(
     profiled: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +133,7 @@ def test_a_profile_in_the_way_is_left_as_it_is(
         (["--points", "0"], "--points 0: must be 1 or more"),
         (["--passes", "0"], "--passes 0"),
         (["--point-seconds", "0"], "--point-seconds 0"),
+        (["--minutes", "0"], "--minutes 0"),
         (["--live-seconds", "-1"], "--live-seconds -1"),
         (["--live-seconds", "nan"], "--live-seconds nan"),
         (["--gpu", "H100"], "--gpu"),

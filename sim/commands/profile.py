@@ -37,6 +37,13 @@ class ProfileFlags:
         float,
         flag(PROFILE, "A step that takes long is repeated less often, so that it ends after about this."),
     ] = 2.0
+    minutes: Annotated[
+        float,
+        flag(
+            PROFILE,
+            "After so long the design is left where it is, which any first part of it fills evenly.",
+        ),
+    ] = 5.0
     live_seconds: Annotated[
         float,
         flag(

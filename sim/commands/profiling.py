@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import date
@@ -55,7 +56,7 @@ def _checked(flags: ProfileFlags, engine: EngineFlags) -> ExecutorOptions:
     for name in ("points", "passes", "repetitions"):
         if getattr(flags, name) < 1:
             raise UsageError(f"--{name} {getattr(flags, name)}: must be 1 or more")
-    for name in ("point_seconds", "live_seconds"):
+    for name in ("point_seconds", "minutes", "live_seconds"):
         value = getattr(flags, name)
         least = 0 if name == "live_seconds" else 1e-3
         if not least <= value <= 86_400:
@@ -103,6 +104,7 @@ def _measure(profiler: StepProfiler, writer: ProfileWriter, flags: ProfileFlags,
     if len(points) < flags.points:
         say(f"the engine can run {len(points)} different steps of the design")
     order = [point for _ in range(flags.passes) for point in points]
+    deadline = time.monotonic() + 60 * flags.minutes
     if writer.measured:
         say(f"{writer.measured} of {len(order)} measurements are there already")
     rows: list[dict[str, Any]] = []
@@ -114,8 +116,13 @@ def _measure(profiler: StepProfiler, writer: ProfileWriter, flags: ProfileFlags,
                 if len(rows) == PART:
                     rows = _written(writer, rows)
                 stop.raise_if_asked()
+                if time.monotonic() > deadline:
+                    break
         finally:
             _written(writer, rows)
+    if writer.measured < len(order):
+        measured = f"{writer.measured} of {len(order)} measurements"
+        say(f"left after {flags.minutes:g} minutes with {measured}; --resume goes on")
 
 
 def _written(writer: ProfileWriter, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
