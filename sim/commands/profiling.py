@@ -58,7 +58,7 @@ def _checked(flags: ProfileFlags, engine: EngineFlags) -> ExecutorOptions:
             raise UsageError(f"--{name} {getattr(flags, name)}: must be 1 or more")
     for name in ("point_seconds", "minutes", "live_seconds"):
         value = getattr(flags, name)
-        least = 0 if name == "live_seconds" else 1e-3
+        least = 0 if name == "live_seconds" else 1e-6
         if not least <= value <= 86_400:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be from {least:g} to 86400")
     if engine.model is None:
