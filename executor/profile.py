@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+import torch
 
 from servetwin.executor.profile_design import designed_points
 from servetwin.executor.profile_grid import GridLimits, GridPoint, measure_point
@@ -39,5 +42,9 @@ class TorchProfiler:
         return measure_point(self._timer.runner, point, repetitions, budget_s)
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back, the device's, too: a live engine is to have it next."""
         self._timer.close()
+        del self._timer
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -30,6 +30,8 @@ LARGEST_SIGMA = 1.2
 NO_HISTORY_SHARE = 0.4
 """Of the points with chunks: they begin their prompts."""
 MOST_CHUNKS = 4
+GRAPH_SHARE = 4
+"""One point in so many at most is there for a captured graph."""
 
 
 def designed_points(
@@ -37,9 +39,11 @@ def designed_points(
 ) -> list[GridPoint]:
     """At most `count` points, all of which `limits` allow; the same arguments give the same points.
 
-    First the corners of what is possible, then decode batches around each size of a captured graph, then the sequence.
+    First the corners of what is possible; then the sequence, with decode batches around sizes of captured graphs among
+    it, at most every fourth.
     """
-    wanted = [*_corners(limits), *_around_graphs(limits, graph_sizes), *_sequence(limits, count, seed)]
+    graphs = [*_around_graphs(limits, graph_sizes, count // GRAPH_SHARE)]
+    wanted = [*_corners(limits), *_mixed(_sequence(limits, count, seed), graphs)]
     fitting = (_fitting(point, limits) for point in wanted)
     return [point for point in dict.fromkeys(fitting) if point is not None][:count]
 
@@ -54,11 +58,24 @@ def _corners(limits: GridLimits) -> Iterator[GridPoint]:
         yield GridPoint("prefill", (tokens,), (history,))
 
 
-def _around_graphs(limits: GridLimits, sizes: Sequence[int]) -> Iterator[GridPoint]:
-    """The size itself, and one row more, which is padded to the next."""
-    for rows in sorted({r for size in sizes for r in (size, size + 1) if r <= limits.max_num_seqs}):
-        context = int(np.sqrt(_most_context(limits, rows)))
-        yield GridPoint("decode", (1,) * rows, (context,) * rows)
+def _around_graphs(limits: GridLimits, sizes: Sequence[int], most: int) -> Iterator[GridPoint]:
+    """The size itself, and one row more, which is padded to the next; of many sizes some, evenly spread."""
+    rows = sorted({r for size in sizes for r in (size, size + 1) if r <= limits.max_num_seqs})
+    chosen = (
+        np.unique(np.linspace(0, len(rows) - 1, min(len(rows), most)).round().astype(int)) if rows else []
+    )
+    for place in chosen:
+        context = int(np.sqrt(_most_context(limits, rows[place])))
+        yield GridPoint("decode", (1,) * rows[place], (context,) * rows[place])
+
+
+def _mixed(sequence: Iterator[GridPoint], others: Sequence[GridPoint]) -> Iterator[GridPoint]:
+    """One of the others after every third, as long as there are some."""
+    left = iter(others)
+    for number, point in enumerate(sequence, start=1):
+        yield point
+        if number % (GRAPH_SHARE - 1) == 0 and (other := next(left, None)) is not None:
+            yield other
 
 
 def _sequence(limits: GridLimits, count: int, seed: int) -> Iterator[GridPoint]:

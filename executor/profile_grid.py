@@ -1,4 +1,4 @@
-"""The grid of steps that a profile measures, and its rows.
+"""Measures single steps, and a grid of them (`servetwin profile` has a design of its own, `profile_design.py`).
 
 A profile is a list of rows, one per measured step, as JSON objects:
 

@@ -408,7 +408,8 @@ class StepResult:
 class StepTimer(Protocol):
     """Runs (or models) one step. The only seam between scheduling and execution.
 
-    Optional: `overlaps_preparation = False` for a worker that prepares no step before the one in front is through.
+    Optional: `overlaps_preparation = False` for a worker that prepares no step before the one in front is through, and
+    then `turnaround_ns`, what it takes between two steps.
     """
 
     def run(self, plan: SchedulerOutput) -> StepResult:

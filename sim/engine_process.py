@@ -79,7 +79,10 @@ class EngineProcess:
         self._on_request = on_request
         self._on_step = on_step
         self._vocab_size = vocab_size
-        self._timeline = Timeline(overlaps_preparation=getattr(timer, "overlaps_preparation", True))
+        self._timeline = Timeline(
+            overlaps_preparation=getattr(timer, "overlaps_preparation", True),
+            turnaround_ns=getattr(timer, "turnaround_ns", 0),
+        )
         self._submitted: deque[Submitted] = deque()
         self._cache_resets = deque(sorted(cache_resets_ns))
 

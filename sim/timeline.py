@@ -26,11 +26,12 @@ class Timeline:
     """When the worker and the device of one engine are free.
 
     `overlaps_preparation`: the worker prepares a step while the device runs the one before, as vLLM's does. A worker
-    that waits for its device does not.
+    that waits for its device does not, and begins `turnaround_ns` after that at the earliest.
     """
 
-    def __init__(self, *, overlaps_preparation: bool = True) -> None:
+    def __init__(self, *, overlaps_preparation: bool = True, turnaround_ns: int = 0) -> None:
         self._overlaps_preparation = overlaps_preparation
+        self._turnaround_ns = turnaround_ns
         self._worker_free_ns = 0
         self._device_free_ns = 0
 
@@ -41,5 +42,5 @@ class Timeline:
         device_start = max(self._worker_free_ns, self._device_free_ns)
         self._device_free_ns = device_start + device_ns
         if not self._overlaps_preparation:
-            self._worker_free_ns = self._device_free_ns
+            self._worker_free_ns = self._device_free_ns + self._turnaround_ns
         return StepTimes(schedule_ns, prepare_start, device_start, self._device_free_ns)

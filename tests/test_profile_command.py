@@ -114,6 +114,10 @@ def test_when_its_minutes_are_over_the_design_is_left_where_it_is(
     assert run(["fit", str(tmp_path / "p")]) == 0
     assert profile(model, tmp_path / "p", "--resume") == 0
     assert len(read_profile_folder(tmp_path / "p").rows) == 30
+    capsys.readouterr()
+    assert profile(model, tmp_path / "p", "--resume") == 0
+    said = capsys.readouterr().err
+    assert "all steps of the design are measured already" in said and "loading" not in said
 
 
 def test_a_profile_in_the_way_is_left_as_it_is(
@@ -137,6 +141,10 @@ def test_a_profile_in_the_way_is_left_as_it_is(
         (["--live-seconds", "-1"], "--live-seconds -1"),
         (["--live-seconds", "nan"], "--live-seconds nan"),
         (["--gpu", "H100"], "--gpu"),
+        (["--scheduling-policy", "nonsense"], "nonsense"),
+        (["--vllm-compat", "nonsense"], "nonsense"),
+        (["--draft-acceptance-rate", "0.5"], "--draft-acceptance-rate"),
+        (["--live-seconds", "0", "--no-async-scheduling"], "--async-scheduling has no effect"),
         (["--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'], "--speculative-config"),
     ],
 )
@@ -268,14 +276,11 @@ def test_the_speed_of_a_machine_is_calibrated_on_one_half_and_kept(
     """A run that took 1.25 times as long on the device: the factor is found, and a profile with it foretells that."""
     slow, run_folder, kept = tmp_path / "slow.json", tmp_path / "r", tmp_path / "kept.json"
     profile = load_profile(fitted)
-    write_profile(
-        profile.model_copy(update={"calibrated": Calibration(value=1.25, on="whim of a test")}), slow
-    )
+    write_profile(profile.model_copy(update={"factor": Calibration(value=1.25, on="whim of a test")}), slow)
     load = str(workload(tmp_path / "w.jsonl", 40))
     assert run(["run", load, "--executor", str(slow), "--block-size", "4", "--out", str(run_folder)]) == 0
     assert (
-        "device times x 1.25, calibrated on the whim of a test"
-        in read_run(run_folder).header["executor"]["note"]
+        "device times x 1.25, fitted to the whim of a test" in read_run(run_folder).header["executor"]["note"]
     )
     capsys.readouterr()
     flags = ["--model", str(model), "--noise-runs", "0", "--json"]
@@ -298,6 +303,9 @@ def test_the_speed_of_a_machine_is_calibrated_on_one_half_and_kept(
         (["--live", "--loads", "0"], "--loads 0.0: percentages above 0"),
         (["--live", "--live-runs", "3"], "--live-runs 3: allowed are 1 and 2"),
         (["--live", "--seconds", "0"], "--seconds 0"),
+        (["--live", "--max-ttft-error", "0"], "--max-ttft-error 0"),
+        (["--live", "--gpu", "H100"], "--gpu: goes with a profile of kernels"),
+        (["--live", "--noise-runs", "1"], "--noise-runs 1"),
         (["--live"], "needs at least two requests at different times"),
     ],
 )

@@ -63,8 +63,18 @@ def test_the_same_arguments_give_the_same_points_and_another_seed_others() -> No
 
 def test_captured_sizes_are_measured_and_the_rows_just_above() -> None:
     points = designed_points(LIMITS, 60, seed=0, graph_sizes=(8, 16))
-    rows = {len(p.query_lens) for p in points[:14] if p.kind == "decode"}
+    rows = {len(p.query_lens) for p in points if p.kind == "decode"}
     assert {8, 9, 16, 17} <= rows
+
+
+def test_many_captured_sizes_do_not_crowd_out_the_rest() -> None:
+    """As on a card with 64 sizes: a quarter of the points at most is for them, spread over small and large ones."""
+    sizes = tuple(range(1, 65))
+    points = designed_points(LIMITS, 120, seed=0, graph_sizes=sizes)
+    kinds = [point.kind for point in points]
+    assert kinds.count("mixed") >= 30 and kinds.count("prefill") >= 15
+    first = [point.kind for point in points[:40]]
+    assert first.count("mixed") >= 8
 
 
 @given(limits_strategy, st.integers(1, 60), st.integers(0, 5))

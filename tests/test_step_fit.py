@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def test_where_only_noise_is_left_the_physical_model_stands_alone() -> None:
 
     fit = fitted(run("a", 1), run("b", 2), run("c", 3))
     everything = [h for h in fit.held_out if h.regime == "all"]
+    assert fit.regression.trust <= 0.5
     assert all(h.errors.mape < 1.05 * h.physical.mape for h in everything)
     assert all(abs(h.errors.bias) < 10 for h in everything)
 
@@ -103,7 +105,7 @@ def test_a_regime_that_no_run_has_is_named() -> None:
     fit = fitted(source("a", decode, us), source("b", decode, us))
     assert fit.untested == ("prefill", "mixed")
     profile = StepsProfile.of([source("a", decode, us)], fit)
-    assert not profile.tested
+    assert not profile.calibrated
     assert "not calibrated for prefill and mixed steps" in profile.describe_error()
 
 
@@ -158,6 +160,25 @@ def test_a_run_without_host_times_has_none() -> None:
     assert HostTimes.of([]) is None
 
 
+def test_a_simulated_run_among_live_ones_says_nothing_of_the_host() -> None:
+    """Its host times are 0, its preparing overlaps: both would ruin what the live run says."""
+    live = log_of(Doubling(), HOST).steps
+    assert HostTimes.of([live, log_of(Overlapping()).steps]) == HostTimes.of([live])
+
+
+def test_the_turnaround_of_a_model_is_in_its_run_and_found_again() -> None:
+    """A worker that takes 3 us between two steps: only steps that were waiting for it show that."""
+
+    class Slow(Doubling):
+        turnaround_ns = 3_000
+
+    slow, plain = log_of(Slow(), HOST).steps, log_of(Doubling(), HOST).steps
+    found, without = HostTimes.of([slow]), HostTimes.of([plain])
+    assert found is not None and without is not None
+    assert (found.turnaround_ns, without.turnaround_ns) == (3_000, 0)
+    assert slow["end_s"].max() > plain["end_s"].max()
+
+
 def test_the_worker_waits_for_its_device_where_the_model_says_so() -> None:
     waiting, overlapping = log_of(Doubling(), HOST).steps, log_of(Overlapping(), HOST).steps
     assert not overlaps_preparation(waiting)
@@ -193,7 +214,7 @@ def profile() -> StepsProfile:
     sources = [run_of("a", 1), run_of("b", 2)]
     fit = fit_sources(sources)
     host = HostTimes.of([log_of(Doubling(), HOST).steps])
-    return StepsProfile.of(sources, StepFit(fit.regression, host, fit.held_out), "2026-01-02")
+    return StepsProfile.of(sources, replace(fit, host=host), "2026-01-02")
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -208,13 +229,14 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert data["untested"] == []
 
 
-def test_the_turnaround_is_part_of_preparing() -> None:
+def test_the_turnaround_is_the_worker_s_and_no_preparation() -> None:
     made = profile()
     assert made.host is not None
     features = StepFeatures.of([step([10], [])])
-    more = made.step_model().prepare_ns(features) - made.regression.prepare_ns(features)
-    assert more.tolist() == [made.host.turnaround_ns]
-    assert made.step_model().overlaps_preparation == made.host.overlaps_preparation
+    model = made.step_model()
+    assert (model.prepare_ns(features) == made.regression.prepare_ns(features)).all()
+    assert model.turnaround_ns == made.host.turnaround_ns
+    assert model.overlaps_preparation == made.host.overlaps_preparation
 
 
 def test_a_folder_of_measured_steps_is_no_profile_yet(tmp_path: Path) -> None:
@@ -266,6 +288,18 @@ def test_a_profile_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert found.header["complete"] and found.header["coverage"] == {"rows": [3, 3]}
 
 
+def test_a_pool_that_memory_has_sized_anew_does_not_stop_a_profile(tmp_path: Path) -> None:
+    begun(tmp_path / "p")
+    other = ENGINE | {"num_gpu_blocks": 49}
+    ProfileWriter.resume(tmp_path / "p", about=ABOUT, engine=other, design={"points": 4, "seed": 0})
+
+
+def test_a_run_given_twice_is_no_test_of_itself(tmp_path: Path) -> None:
+    begun(tmp_path / "a").add([ROW])
+    with pytest.raises(StepSourceError, match="is there twice"):
+        read_sources([tmp_path / "a", tmp_path / "a" / ".." / "a"])
+
+
 def test_another_machine_or_design_does_not_go_on_with_it(tmp_path: Path) -> None:
     path = tmp_path / "p"
     begun(path)
@@ -294,6 +328,9 @@ def test_a_damaged_header_is_named(tmp_path: Path, text: str) -> None:
 def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
     begun(tmp_path / "p").add([ROW])
     (tmp_path / "p" / "points" / "00000.parquet").unlink()
+    with pytest.raises(ProfileFolderError, match="a part"):
+        read_profile_folder(tmp_path / "p")
+    (tmp_path / "p" / "points" / "00000.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ProfileFolderError, match="a part"):
         read_profile_folder(tmp_path / "p")
 

@@ -14,15 +14,15 @@ import pytest
 from kernel_folders import write_csv, write_model, write_skew, write_tables
 
 from servetwin.sim.cli import run
-from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.runs import read_run
 from servetwin.sim.steptime.fit import fit_tables
-from servetwin.sim.steptime.profiles import load_profile
+from servetwin.sim.steptime.host_times import HostTimes
+from servetwin.sim.steptime.profiles import load_profile, write_profile
 from servetwin.sim.steptime.step_regression import StepRegression
+from servetwin.sim.steptime.steps_profile import StepsProfile
 from servetwin.sim.tables import differences
 from servetwin.sim.validation.comparison import compare_curves
 from servetwin.sim.validation.read_measured import read_measured
-from servetwin.sim.validation.replay import simulated
 from servetwin.sim.validation.step_errors import measured_steps
 
 ENGINE = ["--num-gpu-blocks-override", "400", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"]
@@ -416,45 +416,40 @@ def test_answers_that_a_token_ended_end_so_again(
     assert found["plans"]["parting"] is None
 
 
-class WholeSteps:
-    """A profile of whole steps: it knows the host, and no operators."""
-
-    def step_model(self, num_layers: int) -> StepRegression:
-        return self.model
-
-    def host_model(self) -> LinearHostModel:
-        return LinearHostModel(schedule_base_ns=50_000, update_base_ns=30_000)
-
-    def __init__(self, model: StepRegression) -> None:
-        self.model = model
-
-
-def test_a_profile_may_know_the_host(
-    command: Command, measured: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_profile_of_whole_steps_knows_the_host(
+    command: Command, measured: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Its time around each step is in the simulation, and that of preparing a batch among the errors."""
+    """Its time around each step is in the simulation, that of preparing a batch among the errors, and apart from it the
+    worker's time between two steps."""
     steps = measured_steps(read_run(measured))
     assert steps is not None
-    profile = WholeSteps(StepRegression.fit(replace(steps, prepare_us=0 * steps.device_us + 40)))
-    monkeypatch.setattr("servetwin.sim.commands.validating.load_profile", lambda path: profile)
-    simulations = []
-
-    def spied(*arguments: Any, **more: Any) -> Any:
-        simulations.append(simulated(*arguments, **more))
-        return simulations[-1]
-
-    monkeypatch.setattr("servetwin.sim.commands.validating.simulated", spied)
-    arguments = ["validate", measured, "--profile", "whole.json", "--model", model]
-    _, out, _ = command(*arguments, "--noise-runs", 2, "--json")
+    regression = StepRegression.fit([replace(steps, prepare_us=0 * steps.device_us + 40)])
+    host = HostTimes(
+        schedule_base_ns=50_000, schedule_per_row_ns=0, schedule_per_new_ns=0, update_base_ns=30_000,
+        update_per_row_ns=0, turnaround_ns=20_000, overlaps_preparation=False,
+    )  # fmt: skip
+    profile = StepsProfile(
+        about={"device": "a machine"}, engine={}, sources=[], coverage={}, regression=regression, host=host, errors=[],
+        untested=["prefill", "decode", "mixed"],
+    )  # fmt: skip
+    write_profile(profile, tmp_path / "whole.json")
+    arguments = [
+        "validate",
+        measured,
+        "--profile",
+        tmp_path / "whole.json",
+        "--model",
+        model,
+        "--noise-runs",
+        0,
+    ]
+    _, out, _ = command(*arguments, "--json")
     found = json.loads(out)
-    assert len(simulations) == 3
-    for simulation in simulations:
-        tokens = simulation.steps[simulation.steps.rows > 0]
-        assert tokens.host_s.tolist() == pytest.approx([80e-6] * len(tokens))
     assert found["steps_by_regime"]["decode"]["mape_percent"] < 5
-    code, _, err = command(*arguments, "--calibrate", "first-half")
-    assert code == 2
-    assert "whole.json has no dense operators" in err
+    # The simulated run that was measured took no time to prepare a batch.
+    assert found["steps_by_regime"]["decode"]["prepare"] is None
+    assert any("not calibrated" in line for line in found["assumed"])
+    assert profile.step_model().prepare_ns(steps.features)[0] == pytest.approx(40_000, rel=0.01)
 
 
 def test_requests_arrive_when_they_can_have_reached_the_engine(

@@ -28,7 +28,7 @@ def fit_steps(folders: Sequence[Path], out: Path | None, *, json: bool) -> int:
         write_profile(profile, out)
     if json:
         shown = profile.model_dump(mode="json", exclude={"regression"})
-        print_json({**shown, "calibrated": profile.tested, "profile": None if out is None else str(out)})
+        print_json({**shown, "calibrated": profile.calibrated, "profile": None if out is None else str(out)})
         return 0
     console = results_console()
     for part in _report(sources, fit, profile):
@@ -44,11 +44,11 @@ def _report(sources: Sequence[StepsSource], fit: StepFit, profile: StepsProfile)
     for source in sources:
         what = "measured one by one" if source.kind == "points" else "of a run"
         yield f"  {len(source.steps):,} steps {what}: {source.path}"
-    if (correction := fit.regression.correction) is not None:
-        yield (
-            f"spread of like steps: {100 * correction.noise**0.5:.1f} % (sd); correction of the physical model applied "
-            f"to {100 * fit.regression.trust:.0f} %"
-        )
+    trusted = 0.0 if fit.regression.correction is None else fit.regression.trust
+    yield (
+        f"half of all steps lie within {fit.spread_percent:.1f} % of the fit; correction of the physical model applied "
+        f"to {100 * trusted:.0f} %"
+    )
     if fit.host is not None:
         yield _host(fit.host)
     if fit.held_out:
@@ -68,7 +68,7 @@ def _host(host: HostTimes) -> str:
 
 
 def _verdict(profile: StepsProfile) -> Text:
-    if profile.tested:
+    if profile.calibrated:
         return Text(f"calibrated: {profile.describe_error()}", style="green")
     return Text(
         f"{profile.describe_error()}: add runs with {' and '.join(profile.untested)} steps (`servetwin run --live`)",

@@ -53,8 +53,10 @@ def load_shapes(longest: int) -> tuple[LoadShape, ...]:
 def run_live_loads(writer: ProfileWriter, engine: EngineFlags, flags: ProfileFlags) -> None:
     """Those that are not there yet."""
     profile = read_profile_folder(writer.path)
-    model = StepRegression.fit([MeasuredSteps.of_points(profile.rows)])
+    model = StepRegression.fit([MeasuredSteps.of_points(profile.rows)], corrected=False)
     limits = profile.header["engine"]
+    engine = replace(engine, num_gpu_blocks_override=limits["num_gpu_blocks"], kv_cache_memory_bytes=None)
+    engine = replace(engine, gpu_memory_utilization=None)
     longest = min(limits["max_model_len"], (limits["num_gpu_blocks"] - 1) * limits["block_size"])
     for shape in load_shapes(longest):
         name = f"{LIVE}/{shape.name}"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from servetwin.sim.commands.compat import rules_of
 from servetwin.sim.commands.engine import engine_options
 from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.commands.flag_names import spelled
 from servetwin.sim.commands.flags import EngineFlags
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.profile import ProfileFlags
@@ -22,6 +25,7 @@ from servetwin.sim.commands.show import PointProgress, print_json, results_conso
 from servetwin.sim.config import ExecutorOptions
 from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.plugins import load
+from servetwin.sim.policy import load_policy
 from servetwin.sim.profiler import StepProfiler
 from servetwin.sim.steptime.measured_steps import MeasuredSteps
 from servetwin.sim.steptime.profile_folder import (
@@ -38,11 +42,19 @@ PART = 20
 
 def carry_out(flags: ProfileFlags, engine: EngineFlags) -> int:
     """Returns the exit code. Raises UsageError and other ValueErrors, KeyboardInterrupt with everything written."""
-    options = _checked(flags, engine)
-    say(f"loading {engine.model}")
-    with StopRequest() as stop, closing(_profiler(options)) as profiler:
-        writer = _writer(flags, profiler)
-        _measure(profiler, writer, flags, stop)
+    _check(flags, engine)
+    begun = read_profile_folder(flags.out) if (flags.out / PROFILE_HEADER).is_file() else None
+    if begun is not None and engine.num_gpu_blocks_override is None:
+        # A pool sized from memory is another at every start.
+        engine = replace(engine, num_gpu_blocks_override=begun.header["engine"]["num_gpu_blocks"])
+    if begun is not None and begun.header["design_complete"]:
+        say("all steps of the design are measured already")
+        header = begun.header
+        writer = ProfileWriter.resume(
+            flags.out, about=header["about"], engine=header["engine"], design=_design(flags)
+        )
+    else:
+        writer = _measured(flags, engine)
     if flags.live_seconds:
         run_live_loads(writer, engine, flags)
     rows = read_profile_folder(flags.out).rows
@@ -51,8 +63,8 @@ def carry_out(flags: ProfileFlags, engine: EngineFlags) -> int:
     return 0
 
 
-def _checked(flags: ProfileFlags, engine: EngineFlags) -> ExecutorOptions:
-    """What the executor is built from. Raises UsageError before anything is loaded."""
+def _check(flags: ProfileFlags, engine: EngineFlags) -> None:
+    """Raises UsageError and other ValueErrors before anything is loaded."""
     for name in ("points", "passes", "repetitions"):
         if getattr(flags, name) < 1:
             raise UsageError(f"--{name} {getattr(flags, name)}: must be 1 or more")
@@ -64,23 +76,47 @@ def _checked(flags: ProfileFlags, engine: EngineFlags) -> ExecutorOptions:
     if engine.model is None:
         raise UsageError("profile needs --model: a local Hugging Face folder")
     refuse_card_flags(engine, "torch")
-    if engine.speculative_config is not None:
-        raise UsageError("--speculative-config: steps are profiled without drafts")
+    for name in ("speculative_config", "draft_acceptance_rate"):
+        if getattr(engine, name) is not None:
+            raise UsageError(f"{spelled(name)}: steps are profiled without drafts")
     if engine.vllm_args is not None:
         raise UsageError("--vllm-args: give profile its own flags")
+    load_policy(engine.scheduling_policy)
+    rules_of(engine.vllm_compat)
+    if not flags.live_seconds and (idle := next(_of_the_scheduler(engine), None)):
+        raise UsageError(f"{spelled(idle)} has no effect with --live-seconds 0: nothing is scheduled then")
     if (flags.out / PROFILE_HEADER).is_file() and not flags.resume:
         raise ProfileFolderError(f"{flags.out}: holds a profile; --resume goes on with it")
-    model = read_model_config(engine.model, engine.max_model_len)
+    read_model_config(engine.model, engine.max_model_len)
+
+
+def _of_the_scheduler(engine: EngineFlags) -> Iterator[str]:
+    """Flags given that only a scheduler heeds."""
+    default = EngineFlags()
+    executor = {*ExecutorOptions.model_fields, "num_gpu_blocks_override"}
+    for field in fields(EngineFlags):
+        if field.name not in executor and getattr(engine, field.name) != getattr(default, field.name):
+            yield field.name
+
+
+def _measured(flags: ProfileFlags, engine: EngineFlags) -> ProfileWriter:
+    """Measures the points that are not there yet."""
+    assert engine.model is not None, "checked"
     options = engine_options(engine, flags.seed)
-    seqs, tokens = options.limits(model.max_model_len)
-    return options.executor_options().model_copy(
+    seqs, tokens = options.limits(read_model_config(engine.model, engine.max_model_len).max_model_len)
+    limited = options.executor_options().model_copy(
         update={"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
     )
+    say(f"loading {engine.model}")
+    profiler: StepProfiler = load("servetwin.profilers", "torch")(limited)
+    with StopRequest() as stop, closing(profiler):
+        writer = _writer(flags, profiler)
+        _measure(profiler, writer, flags, stop)
+    return writer
 
 
-def _profiler(options: ExecutorOptions) -> StepProfiler:
-    profiler: StepProfiler = load("servetwin.profilers", "torch")(options)
-    return profiler
+def _design(flags: ProfileFlags) -> dict[str, Any]:
+    return {name: getattr(flags, name) for name in ("points", "passes", "repetitions", "seed")}
 
 
 def _writer(flags: ProfileFlags, profiler: StepProfiler) -> ProfileWriter:
@@ -92,7 +128,7 @@ def _writer(flags: ProfileFlags, profiler: StepProfiler) -> ProfileWriter:
             **limits,
             "vocab_size": profiler.model_config.vocab_size,
         },
-        "design": {name: getattr(flags, name) for name in ("points", "passes", "repetitions", "seed")},
+        "design": _design(flags),
     }
     begun = (flags.out / PROFILE_HEADER).is_file()
     return (ProfileWriter.resume if begun else ProfileWriter.begin)(flags.out, **parts)
@@ -123,6 +159,8 @@ def _measure(profiler: StepProfiler, writer: ProfileWriter, flags: ProfileFlags,
     if writer.measured < len(order):
         measured = f"{writer.measured} of {len(order)} measurements"
         say(f"left after {flags.minutes:g} minutes with {measured}; --resume goes on")
+    else:
+        writer.end_design()
 
 
 def _written(writer: ProfileWriter, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

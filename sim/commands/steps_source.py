@@ -27,11 +27,21 @@ def with_measured_limits(flags: EngineFlags, profile: StepsProfile) -> EngineFla
 
     Raises UsageError for flags that such a profile cannot heed.
     """
-    _refuse_inert(flags)
-    missing: dict[str, Any] = {
-        name: profile.engine[key]
+    refuse_kernel_flags(
+        tensor_parallel_size=flags.tensor_parallel_size,
+        gpu=flags.gpu,
+        cudagraph_capture_sizes=flags.cudagraph_capture_sizes,
+        max_cudagraph_capture_size=flags.max_cudagraph_capture_size,
+        enforce_eager=flags.enforce_eager,
+    )
+    measured: dict[str, Any] = dict(profile.engine)
+    if (size := measured.get("block_size")) is not None:
+        # The memory stays, whatever it is cut into.
+        measured["num_gpu_blocks"] = max(measured["num_gpu_blocks"] * size // flags.block_size, 2)
+    missing = {
+        name: measured[key]
         for name, key in LIMITS.items()
-        if getattr(flags, name) is None and profile.engine.get(key) is not None
+        if getattr(flags, name) is None and measured.get(key) is not None
     }
     if missing:
         say(f"as in the profile: {', '.join(f'{name} {value:,}' for name, value in missing.items())}")
@@ -57,18 +67,25 @@ def steps_source(flags: EngineFlags, profile: StepsProfile, path: Path) -> StepS
     )
 
 
-def _refuse_inert(flags: EngineFlags) -> None:
-    """What cannot be told from times of whole steps."""
+def refuse_kernel_flags(
+    *,
+    tensor_parallel_size: int,
+    gpu: str | None,
+    cudagraph_capture_sizes: tuple[int, ...] | None,
+    max_cudagraph_capture_size: int | None,
+    enforce_eager: bool,
+) -> None:
+    """Raises UsageError for what cannot be told from times of whole steps."""
     given = {
-        "--gpu": flags.gpu is not None,
-        "--tensor-parallel-size": flags.tensor_parallel_size != 1,
-        "--cudagraph-capture-sizes": flags.cudagraph_capture_sizes is not None,
-        "--max-cudagraph-capture-size": flags.max_cudagraph_capture_size is not None,
-        "--enforce-eager": flags.enforce_eager,
+        f"--tensor-parallel-size {tensor_parallel_size}": tensor_parallel_size != 1,
+        "--gpu": gpu is not None,
+        "--cudagraph-capture-sizes": cudagraph_capture_sizes is not None,
+        "--max-cudagraph-capture-size": max_cudagraph_capture_size is not None,
+        "--enforce-eager": enforce_eager,
     }
     for name in (n for n, is_given in given.items() if is_given):
         raise UsageError(
-            f"{name} goes with a profile of kernels; this one holds times of whole steps, as they were measured"
+            f"{name}: goes with a profile of kernels; this one holds times of whole steps, as they were measured"
         )
 
 
@@ -93,4 +110,5 @@ def _note(profile: StepsProfile, path: Path) -> str:
     return (
         f"step times are fitted to steps of {about.get('model', 'an unknown model')} measured on "
         f"{about.get('device', 'an unknown machine')} ({path}); {profile.describe_error()}"
+        + (f"; {note}" if (note := about.get("note")) else "")
     )

@@ -24,7 +24,9 @@ from servetwin.sim.commands.steps_source import with_measured_limits
 from servetwin.sim.commands.trace_flags import TraceFlags
 from servetwin.sim.commands.validate import ValidateFlags
 from servetwin.sim.commands.validate_report import TITLES, to_json
-from servetwin.sim.commands.validating import THRESHOLD_MISSED, Validation, validation
+from servetwin.sim.commands.validated_times import check_steps_flags
+from servetwin.sim.commands.validating import THRESHOLD_MISSED, Validation, thresholds_of, validation
+from servetwin.sim.config import EngineConfig
 from servetwin.sim.model_folder import read_model_config
 from servetwin.sim.run_files import write_json
 from servetwin.sim.runs import check_room
@@ -34,6 +36,8 @@ from servetwin.sim.validation.capacity import capacity_per_s
 from servetwin.workloads import RequestSpec, open_workload
 from servetwin.workloads.traces.jsonl import write_jsonl
 
+PROBE = 500
+"""Requests by which the capacity is foretold."""
 JUDGED_UP_TO = 75
 """Percent of the capacity: above, 1 % in step times becomes many in TTFT, so figures are told and not judged."""
 
@@ -62,9 +66,13 @@ def carry_out(workload: str, flags: ValidateFlags) -> int:
         )
     requests = _requests(workload, flags.seed)
     engine = _engine(flags, profile)
+    config = _config(engine, flags)
+    _refuse_too_long(requests, config)
     with _folder(flags) as folder:
-        capacity = _capacity(requests, engine, profile, flags)
-        say(f"capacity by the profile: {capacity:.3g} requests/s")
+        capacity = capacity_per_s(requests[:PROBE], config, profile.step_model(), profile.host_model())
+        say(
+            f"capacity by the profile: {capacity:.3g} requests/s, of the first {min(len(requests), PROBE):,} requests"
+        )
         loads = list(_loads(requests, capacity, engine, folder, flags))
     if flags.json:
         shown = [
@@ -90,6 +98,8 @@ def _check(flags: ValidateFlags) -> None:
         raise UsageError(f"--live-runs {flags.live_runs}: allowed are 1 and 2")
     if not 0 < flags.seconds <= 86_400:
         raise UsageError(f"--seconds {flags.seconds}: must be above 0 and at most 86400")
+    thresholds_of(flags)
+    check_steps_flags(flags, flags.tensor_parallel_size)
     if flags.out is not None:
         check_room(flags.out, overwrite=False)
 
@@ -133,16 +143,21 @@ def _folder(flags: ValidateFlags) -> Iterator[Path]:
         yield Path(temporary)
 
 
-def _capacity(
-    requests: Sequence[RequestSpec], engine: EngineFlags, profile: StepsProfile, flags: ValidateFlags
-) -> float:
+def _config(engine: EngineFlags, flags: ValidateFlags) -> EngineConfig:
     assert engine.num_gpu_blocks_override is not None, "the profile says it"
-    options = engine_options(engine, flags.seed)
     model = read_model_config(flags.model, engine.max_model_len)
-    config = options.engine_config(
+    return engine_options(engine, flags.seed).engine_config(
         model, engine.num_gpu_blocks_override, None, asynchronous=flags.async_scheduling is not False
     )
-    return capacity_per_s(requests, config, profile.step_model(), profile.host_model())
+
+
+def _refuse_too_long(requests: Sequence[RequestSpec], config: EngineConfig) -> None:
+    for spec in requests:
+        reason = config.refusal(spec.prompt_tokens, spec.output_tokens, spec.min_tokens)
+        if reason is not None:
+            raise UsageError(
+                f"request {spec.request_id!r}: {reason}; `servetwin trace cut` takes a part of a trace"
+            )
 
 
 def _loads(
@@ -168,7 +183,12 @@ def _loads(
 
 def _write(requests: Sequence[RequestSpec], rate_per_s: float, folder: Path, flags: ValidateFlags) -> Path:
     """As many requests as come in the time, at that rate."""
-    some = requests[: max(round(rate_per_s * flags.seconds), 2)]
+    wanted = max(round(rate_per_s * flags.seconds), 2)
+    some = requests[:wanted]
+    if len(some) < wanted:
+        say(
+            f"{len(some):,} requests last {len(some) / rate_per_s:.3g} s of {flags.seconds:g} at {rate_per_s:.3g}/s"
+        )
     first, last = some[0].arrival_s, some[-1].arrival_s
     stretch = (len(some) - 1) / rate_per_s / (last - first) if last > first else 0.0
     folder.mkdir(parents=True, exist_ok=True)

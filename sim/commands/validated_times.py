@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.profile_source import asked_graph_sizes, tensor_parallel
+from servetwin.sim.commands.steps_source import refuse_kernel_flags
 from servetwin.sim.commands.validate import ValidateFlags
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.host_model import HostModel
@@ -13,6 +15,7 @@ from servetwin.sim.model_shape_reader import read_model_shape
 from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.features import StepModel
 from servetwin.sim.steptime.profiles import KernelProfile, Profile, write_profile
+from servetwin.sim.steptime.step_sources import SAME
 from servetwin.sim.steptime.steps_profile import StepsProfile
 from servetwin.sim.validation.calibration import Scalable
 from servetwin.sim.validation.measured import MeasuredRun
@@ -37,12 +40,12 @@ class ValidatedTimes:
     def save(self, factor: float, on: str, flags: ValidateFlags) -> None:
         """Writes the profile with the calibrated factor."""
         assert flags.save_profile is not None, "asked for"
-        before = 1.0 if self.profile.calibrated is None else self.profile.calibrated.value
-        found = Calibration(
-            value=factor if isinstance(self.profile, KernelProfile) else factor * before, on=on
-        )
-        calibrated = self.profile.model_copy(update={"calibrated": found})
-        write_profile(calibrated, flags.save_profile)
+        if isinstance(self.profile, KernelProfile):
+            update = {"calibrated": Calibration(value=factor, on=on)}
+        else:
+            before = 1.0 if self.profile.factor is None else self.profile.factor.value
+            update = {"factor": Calibration(value=factor * before, on=on)}
+        write_profile(self.profile.model_copy(update=update), flags.save_profile)
 
 
 def validated_times(
@@ -51,7 +54,8 @@ def validated_times(
     """Raises UsageError and other ValueErrors."""
     cards = _cards(run, flags)
     if isinstance(profile, StepsProfile):
-        return _of_steps(profile, cards, flags)
+        check_steps_flags(flags, cards)
+        return _of_steps(profile, run)
     shape = read_model_shape(flags.model)
     parallel = tensor_parallel(profile, shape, cards, flags.gpu)
     model = profile.step_model(shape.num_layers, parallel=parallel, capture_sizes=asked_graph_sizes(options))
@@ -68,17 +72,26 @@ def _cards(run: MeasuredRun, flags: ValidateFlags) -> int:
     return next((n for n in (asked, said) if n is not None), 1)
 
 
-def _of_steps(profile: StepsProfile, cards: int, flags: ValidateFlags) -> ValidatedTimes:
-    given = {
-        f"--tensor-parallel-size {cards}": cards != 1,
-        "--gpu": flags.gpu is not None,
-        "--cudagraph-capture-sizes": flags.cudagraph_capture_sizes is not None,
-        "--max-cudagraph-capture-size": flags.max_cudagraph_capture_size is not None,
-        "--enforce-eager": flags.enforce_eager,
-    }
-    for name in (n for n, is_given in given.items() if is_given):
-        raise UsageError(
-            f"{name}: goes with a profile of kernels; {flags.profile} holds times of whole steps, as they were measured"
-        )
+def check_steps_flags(flags: ValidateFlags, cards: int | None) -> None:
+    """Raises UsageError for what times of whole steps cannot heed."""
+    refuse_kernel_flags(
+        tensor_parallel_size=cards or 1,
+        gpu=flags.gpu,
+        cudagraph_capture_sizes=flags.cudagraph_capture_sizes,
+        max_cudagraph_capture_size=flags.max_cudagraph_capture_size,
+        enforce_eager=flags.enforce_eager,
+    )
+
+
+def _of_steps(profile: StepsProfile, run: MeasuredRun) -> ValidatedTimes:
     model = profile.step_model()
-    return ValidatedTimes(profile, model, model, DEVICE, profile.host_model(), (profile.describe_error(),))
+    notes = [profile.describe_error(), *_unlike(profile, run)]
+    return ValidatedTimes(profile, model, model, DEVICE, profile.host_model(), tuple(notes))
+
+
+def _unlike(profile: StepsProfile, run: MeasuredRun) -> Iterator[str]:
+    """Where the run was of something else than the profile, which explains an error."""
+    for name in SAME:
+        ours, theirs = profile.about.get(name), run.about.get(name)
+        if run.about and ours != theirs:
+            yield f"{name} is {theirs!r} in the run, {ours!r} in the profile"

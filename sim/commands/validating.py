@@ -18,6 +18,7 @@ from servetwin.sim.commands.validated_times import ValidatedTimes, validated_tim
 from servetwin.sim.config import ASSUMED_NUM_GPU_BLOCKS, EngineConfig, explain
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.model_folder import read_model_config
+from servetwin.sim.rules import Rules
 from servetwin.sim.steptime.features import StepModel
 from servetwin.sim.steptime.profiles import load_profile
 from servetwin.sim.validation.again import Again, measured_again
@@ -116,7 +117,7 @@ def carry_out(path: Path, flags: ValidateFlags) -> int:
 
 def validation(path: Path, flags: ValidateFlags) -> Validation:
     """Raises UsageError, MeasuredRunError, and the errors of profiles and models (all ValueErrors)."""
-    thresholds = _thresholds(flags)
+    thresholds = thresholds_of(flags)
     _refuse_live_flags(flags)
     _check_target(flags)
     profile = load_profile(flags.profile)
@@ -158,14 +159,16 @@ def validation(path: Path, flags: ValidateFlags) -> Validation:
     )
 
 
-def _thresholds(flags: ValidateFlags) -> dict[str, float]:
+def thresholds_of(flags: ValidateFlags) -> dict[str, float]:
     """Largest errors that pass, in percent. Raises UsageError."""
     thresholds = {"ttft": flags.max_ttft_error, "tpot": flags.max_tpot_error, "e2e": flags.max_e2e_error}
     for name, percent in thresholds.items():
         if not 0 < percent < np.inf:
             raise UsageError(f"--max-{name}-error {percent}: must be above 0, in percent")
-    if flags.noise_runs < 0:
-        raise UsageError(f"--noise-runs {flags.noise_runs}: must be 0 or more")
+    if flags.noise_runs < 0 or flags.noise_runs == 1:
+        raise UsageError(
+            f"--noise-runs {flags.noise_runs}: must be 0, or 2 and more to say how far runs lie apart"
+        )
     return thresholds
 
 
@@ -235,6 +238,8 @@ def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, Eng
         options = EngineOptions(model=flags.model, **given, **{name: getattr(flags, name) for name in GRAPHS})
         asynchronous = given.get("async_scheduling", True)
         engine = options.engine_config(model, blocks, None, asynchronous=asynchronous)
+        if (rules := said.get("rules")) is not None:
+            engine = engine.model_copy(update={"rules": Rules.model_validate(rules)})
         return engine, options, tuple(assumed)
     except ValidationError as e:
         raise UsageError(explain(e)) from e

@@ -58,7 +58,7 @@ class StepModel(Protocol):
         Optional: `outside(features) -> bool [n]` says which of them lie beyond what was measured,
         `prepare_ns(features) -> int [n]` how long the worker prepares them, `graph_tokens(features) -> int [n]` the
         padded size of those that run as a CUDA graph (0: it does not), and `overlaps_preparation = False` that the
-        worker prepares none of them before the one in front of it is through.
+        worker prepares none of them before the one in front of it is through, and `turnaround_ns` after that.
         """
         ...
 

@@ -59,6 +59,7 @@ class ModelledStepTimer:
         self._outside: Callable[[StepFeatures], Bools] | None = getattr(model, "outside", None)
         self._prepare: Callable[[StepFeatures], Ints] | None = getattr(model, "prepare_ns", None)
         self.overlaps_preparation = bool(getattr(model, "overlaps_preparation", True))
+        self.turnaround_ns = int(getattr(model, "turnaround_ns", 0))
         self._graph_tokens: Callable[[StepFeatures], Ints] | None = getattr(model, "graph_tokens", None)
         self._drafts = drafts
         self._tokens = tokens

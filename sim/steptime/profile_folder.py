@@ -28,13 +28,14 @@ class ProfileFolder:
 
     path: Path
     header: dict[str, Any]
-    """about, engine, design, live, measured (number of points), complete."""
+    """about, engine, design, live, measured (number of points), design_complete, complete."""
     rows: Sequence[dict[str, Any]]
     """Measured points in the order of the design; `executor/profile_grid.py` says what is in them."""
 
 
 def read_profile_folder(path: Path) -> ProfileFolder:
     """Raises ProfileFolderError."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     header = _header(path)
@@ -42,7 +43,7 @@ def read_profile_folder(path: Path) -> ProfileFolder:
     try:
         for part in header["parts"]:
             rows += pq.read_table(path / part).to_pylist()
-    except OSError as e:
+    except (OSError, pa.ArrowException) as e:
         raise ProfileFolderError(f"{path}: a part that {PROFILE_HEADER} lists cannot be read: {e}") from e
     return ProfileFolder(path, header, rows)
 
@@ -53,7 +54,7 @@ def _header(path: Path) -> dict[str, Any]:
         header = json.loads(file.read_bytes())
     except (OSError, ValueError) as e:
         raise ProfileFolderError(f"{file}: is no profile of `servetwin profile` ({e})") from e
-    needed = {"schema_version", "about", "engine", "design", "live", "parts", "complete"}
+    needed = {"schema_version", "about", "engine", "design", "live", "parts", "design_complete", "complete"}
     if not isinstance(header, dict) or needed - header.keys():
         raise ProfileFolderError(f"{file}: is no profile of `servetwin profile`")
     if header["schema_version"] != SCHEMA_VERSION:
@@ -78,9 +79,10 @@ class ProfileWriter:
     ) -> Self:
         """A new profile, in a folder that is empty or does not exist. Raises ProfileFolderError, OSError."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ProfileFolderError(f"{path}: is not empty; --resume goes on with a profile that was begun")
+            raise ProfileFolderError(f"{path}: is not empty, and holds no profile to go on with")
         header = {"schema_version": SCHEMA_VERSION, "about": about, "engine": engine, "design": design}
-        writer = cls(path, header | {"live": [], "parts": [], "measured": 0, "complete": False}, 0)
+        empty = {"live": [], "parts": [], "measured": 0, "design_complete": False, "complete": False}
+        writer = cls(path, header | empty, 0)
         with writing(path):
             (path / POINTS).mkdir(parents=True)
         writer._write_header()
@@ -118,13 +120,18 @@ class ProfileWriter:
         self._header["measured"] = self.measured
         self._write_header()
 
+    def end_design(self) -> None:
+        """Every point of every pass is there."""
+        self._header["design_complete"] = True
+        self._write_header()
+
     def add_live(self, name: str) -> None:
         """A run folder beneath the profile's that has come to its end."""
         self._header["live"].append(name)
         self._write_header()
 
     def end(self, coverage: dict[str, Any]) -> None:
-        """Everything that was to be measured is there."""
+        """Nothing more is to be measured now."""
         self._header |= {"coverage": coverage, "complete": True}
         self._write_header()
 
@@ -132,5 +139,5 @@ class ProfileWriter:
         write_json(self.path / PROFILE_HEADER, self._header)
 
 
-VOLATILE = frozenset({"load_average", "date", "kv_cache_bytes"})
+VOLATILE = frozenset({"load_average", "date", "kv_cache_bytes", "num_gpu_blocks"})
 """Entries that differ from one start of the same engine to the next."""

@@ -11,7 +11,7 @@ import numpy as np
 from servetwin.sim.contract import SchedulerOutput, StepResult, StepShape
 from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.features import shape_of
-from servetwin.sim.steptime.host_times import overlaps_preparation
+from servetwin.sim.steptime.host_times import overlaps_preparation, turnaround_ns
 from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
 from servetwin.sim.steptime.sampled import sampled_output
 from servetwin.sim.token_source import TokenSource
@@ -41,6 +41,8 @@ class RecordedSteps:
     """As COMPARED."""
     overlaps_preparation: bool
     """The worker was seen preparing a step while the device ran the one before."""
+    turnaround_ns: int
+    """What it took between two steps otherwise."""
 
     @classmethod
     def of(cls, steps: pd.DataFrame) -> RecordedSteps:
@@ -58,6 +60,7 @@ class RecordedSteps:
             graph_tokens=graphs,
             shapes=list(zip(*(steps[name].tolist() for name in COMPARED), strict=True)),
             overlaps_preparation=overlaps_preparation(steps),
+            turnaround_ns=turnaround_ns([steps]),
         )
 
     def __len__(self) -> int:
@@ -72,7 +75,7 @@ class RecordedStepTimer:
 
     def __init__(self, steps: RecordedSteps, tokens: TokenSource, drafts: DraftModel | None = None) -> None:
         self._steps, self._tokens, self._drafts = steps, tokens, drafts
-        self.overlaps_preparation = steps.overlaps_preparation
+        self.overlaps_preparation, self.turnaround_ns = steps.overlaps_preparation, steps.turnaround_ns
         self._reader = PlanReader()
         self._next = 0
 

@@ -38,14 +38,11 @@ class SmoothRatio:
     variance: float
     """Of the process; its standard deviation says by what factor, as a logarithm, the physical model is off."""
     noise: float
-    """Variance of the logarithms of the measured times around it."""
+    """Variance of the logarithms of what was found at the places around it."""
 
     @classmethod
-    def fit(cls, places: Floats, log_ratios: Floats, counts: Floats) -> SmoothRatio:
-        """From places [m, coordinates] and what was found there [m], each the middle of `counts` measurements [m].
-
-        Raises FitExtraMissingError.
-        """
+    def fit(cls, places: Floats, log_ratios: Floats) -> SmoothRatio:
+        """From places [m, coordinates] and what was found there [m]. Raises FitExtraMissingError."""
         try:
             from sklearn.exceptions import ConvergenceWarning
             from sklearn.gaussian_process import GaussianProcessRegressor
@@ -69,11 +66,11 @@ class SmoothRatio:
             float(constant.constant_value),
             float(white.noise_level),
         )
-        return fitted._weighted(log_ratios, counts)
+        return fitted._weighted(log_ratios)
 
-    def _weighted(self, log_ratios: Floats, counts: Floats) -> SmoothRatio:
-        """The same with the weights of these observations: the middle of many is surer than one."""
-        covariance = self._covariance(self._scaled_centres) + np.diag(self.noise / counts)
+    def _weighted(self, log_ratios: Floats) -> SmoothRatio:
+        """The same with the weights of these observations."""
+        covariance = self._covariance(self._scaled_centres) + self.noise * np.eye(len(log_ratios))
         weights = np.linalg.solve(covariance, log_ratios)
         return SmoothRatio(
             self.centres, tuple(weights.tolist()), self.length_scales, self.variance, self.noise
@@ -96,15 +93,14 @@ class SmoothRatio:
         return self.variance * (1 + r + r * r / 3) * np.exp(-r)
 
 
-def merged(places: Floats, log_ratios: Floats, most: int) -> tuple[Floats, Floats, Floats]:
-    """(places, medians, counts): at most `most` places, each with the median of the measurements around it."""
+def merged(places: Floats, log_ratios: Floats, most: int) -> tuple[Floats, Floats]:
+    """(places, medians): at most `most` places, each with the median of the measurements around it."""
     distinct, which = np.unique(np.round(places, 2), axis=0, return_inverse=True)
     which = which.ravel()
     if len(distinct) > most:
         from scipy.cluster.vq import kmeans2
 
-        distinct, which = kmeans2(places, most, minit="++", seed=0)
-    counts = np.bincount(which, minlength=len(distinct)).astype(np.float64)
-    kept = np.flatnonzero(counts)
+        distinct, which = kmeans2(places, most, minit="++", rng=0)
+    kept = np.unique(which)
     medians = np.array([np.median(log_ratios[which == i]) for i in kept])
-    return distinct[kept], medians, counts[kept]
+    return distinct[kept], medians

@@ -4,7 +4,8 @@ Points of a profile, measured one by one, say how the time goes with the shape o
 clock say what steps take where requests are served. Every source counts alike.
 
 The correction is trusted as far as it helps for runs that it has not seen: where a machine's speed wanders, its
-measurements hold shapes that are none.
+measurements hold shapes that are none. How far (one of TRUST) is chosen by the errors that are then reported, so these
+are that little too good.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from servetwin.sim.steptime.errors import Errors
 from servetwin.sim.steptime.features import REGIMES, StepFeatures, regimes_of
 from servetwin.sim.steptime.host_times import HostTimes
-from servetwin.sim.steptime.measured_steps import MeasuredSteps
+from servetwin.sim.steptime.measured_steps import MeasuredSteps, joined
 from servetwin.sim.steptime.step_regression import StepRegression
 from servetwin.sim.steptime.step_sources import StepsSource
 
@@ -59,6 +60,8 @@ class StepFit:
     regression: StepRegression
     host: HostTimes | None
     held_out: tuple[HeldOut, ...]
+    spread_percent: float
+    """Median distance of a step from the fit to all of them."""
 
     @property
     def untested(self) -> tuple[str, ...]:
@@ -75,8 +78,9 @@ def fit_sources(sources: Sequence[StepsSource]) -> StepFit:
         h for run, model in tests for h in errors_of(replace(model, trust=trust), run.path, run.steps)
     ]
     regression = _fit(sources)
+    regression = replace(regression, trust=trust)
     tables = [s.table for s in sources if s.table is not None]
-    return StepFit(replace(regression, trust=trust), HostTimes.of(tables), tuple(held_out))
+    return StepFit(regression, HostTimes.of(tables), tuple(held_out), _spread_percent(regression, sources))
 
 
 def _tests(sources: Sequence[StepsSource]) -> Iterator[tuple[StepsSource, StepRegression]]:
@@ -95,6 +99,11 @@ def _trust(tests: Sequence[tuple[StepsSource, StepRegression]]) -> float:
         return float(np.mean([_mape(model, steps) for steps, model in models]))
 
     return min(TRUST, key=error) if tests else TRUST[-1]
+
+
+def _spread_percent(model: StepRegression, sources: Sequence[StepsSource]) -> float:
+    steps = joined([s.steps for s in sources])
+    return 100 * float(np.median(np.abs(model.durations_ns(steps.features) / (1e3 * steps.device_us) - 1)))
 
 
 def _mape(model: StepRegression, steps: MeasuredSteps) -> float:

@@ -45,21 +45,23 @@ class StepRegression:
     graph_sizes: tuple[int, ...] = ()
     """Sizes of captured decode batches."""
     turnaround_ns: int = 0
-    """What the worker takes between two steps beyond preparing; part of `prepare_ns`."""
+    """What the worker takes between two steps beyond preparing."""
     overlaps_preparation: bool = True
     """The worker prepares a step while the device runs the one before."""
 
     @classmethod
-    def fit(cls, sources: list[MeasuredSteps], graph_sizes: tuple[int, ...] = ()) -> StepRegression:
+    def fit(
+        cls, sources: list[MeasuredSteps], graph_sizes: tuple[int, ...] = (), *, corrected: bool = True
+    ) -> StepRegression:
         """All sources count alike, however many steps they have, and rare kinds of steps for more than their number.
 
-        Raises ValueError without steps, FitExtraMissingError without scikit-learn.
+        `corrected`: with the correction. Raises ValueError without steps, FitExtraMissingError without scikit-learn.
         """
         if not any(map(len, sources)):
             raise ValueError("no measured steps to fit to")
         steps = joined(sources)
         importance = np.concatenate([_importance(source) for source in sources])
-        terms = device_terms(steps.features, _computed(steps.features, graph_sizes))
+        terms = _terms(steps.features, graph_sizes)
         device = PhysicalModel.fit_robust(terms, steps.device_us, importance)
         prepare = PhysicalModel.fit_robust(
             prepare_terms(steps.features), np.maximum(steps.prepare_us, LEAST_US), importance
@@ -68,7 +70,7 @@ class StepRegression:
         return cls(
             tuple(device.weights.tolist()),
             tuple(prepare.weights.tolist()),
-            _correction(sources, np.clip(ratios, -BOUND, BOUND)),
+            _correction(sources, np.clip(ratios, -BOUND, BOUND)) if corrected else None,
             1.0,
             tuple(extent(steps.features).max(axis=0).tolist()),
             tuple(graph_sizes),
@@ -80,8 +82,7 @@ class StepRegression:
 
     def physical_us(self, features: StepFeatures) -> Floats:
         """Without the correction, [n]."""
-        terms = device_terms(features, _computed(features, self.graph_sizes))
-        found: Floats = terms @ np.array(self.device_weights)
+        found: Floats = _terms(features, self.graph_sizes) @ np.array(self.device_weights)
         return found
 
     def graph_tokens(self, features: StepFeatures) -> Ints:
@@ -95,7 +96,7 @@ class StepRegression:
     def prepare_ns(self, features: StepFeatures) -> Ints:
         """Host time to update states and pack the batch, integer ns [n]."""
         us = prepare_terms(features) @ np.array(self.prepare_weights)
-        return np.where(features.new_tokens > 0, np.rint(us * 1e3) + self.turnaround_ns, 0).astype(np.int64)
+        return np.where(features.new_tokens > 0, np.rint(us * 1e3), 0).astype(np.int64)
 
     def outside(self, features: StepFeatures) -> Bools:
         """Which steps [n] have more of something than any measured one. Below the least, launching rules."""
@@ -121,18 +122,19 @@ def _decode_graphs(features: StepFeatures, graph_sizes: tuple[int, ...]) -> Ints
     return np.where(features.prefill_rows == 0, graph_tokens(features, graph_sizes), 0)
 
 
-def _computed(features: StepFeatures, graph_sizes: tuple[int, ...]) -> Ints:
-    """Tokens with the padding of captured graphs, [n]."""
-    return np.maximum(features.new_tokens, _decode_graphs(features, graph_sizes))
+def _terms(features: StepFeatures, graph_sizes: tuple[int, ...]) -> Floats:
+    padded = _decode_graphs(features, graph_sizes)
+    eager = (padded == 0) & bool(graph_sizes)
+    return device_terms(features, np.maximum(features.new_tokens, padded), eager)
 
 
 def _correction(sources: list[MeasuredSteps], log_ratios: Floats) -> SmoothRatio | None:
-    """Of every source as many places as it has, up to MOST_CENTRES; None where all have fewer than LEAST_CENTRES."""
+    """Of every source as many places as it has, up to MOST_CENTRES; None: fewer than LEAST_CENTRES in all."""
     parts, begin = [], 0
     for source in sources:
         if len(source):
             ratios = log_ratios[begin : begin + len(source)]
             parts.append(merged(coordinates(source.features), ratios, MOST_CENTRES))
         begin += len(source)
-    places, ratios, counts = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return SmoothRatio.fit(places, ratios, counts) if len(places) >= LEAST_CENTRES else None
+    places, ratios = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return SmoothRatio.fit(places, ratios) if len(places) >= LEAST_CENTRES else None

@@ -14,7 +14,7 @@ from servetwin.sim.steptime.profile_folder import PROFILE_HEADER, read_profile_f
 if TYPE_CHECKING:
     import pandas as pd
 
-SAME = ("model", "num_parameters", "dtype", "device", "threads", "compiled")
+SAME = ("model", "num_parameters", "dtype", "device", "threads", "compiled", "cudagraph_capture_sizes")
 """What all sources of one fit must agree in (keys of an executor's description)."""
 
 
@@ -46,6 +46,7 @@ def is_step_folder(path: Path) -> bool:
 def read_sources(paths: Sequence[Path]) -> list[StepsSource]:
     """All sources in the folders, a profile's live runs among them. Raises StepSourceError, RunFolderError, ..."""
     sources = [source for path in paths for source in _sources_of(path)]
+    _check_distinct(sources)
     if not any(len(source.steps) for source in sources):
         raise StepSourceError(f"{', '.join(map(str, paths))}: no step was measured there")
     for source in sources[1:]:
@@ -74,6 +75,8 @@ def run_source(run: Run) -> StepsSource:
     """Raises StepSourceError for a run whose steps were not measured."""
     steps = run.steps
     busy = steps[steps["rows"] > 0]
+    if run.config["engine"].get("speculative") is not None:
+        raise StepSourceError(f"{run.path}: its steps verified drafts, which is no part of the fit")
     foreign = busy[busy["source"] != "measured"]
     if len(foreign):
         raise StepSourceError(
@@ -95,6 +98,14 @@ def run_source(run: Run) -> StepsSource:
             "block_size": engine["cache"]["block_size"],
         },
     )
+
+
+def _check_distinct(sources: Sequence[StepsSource]) -> None:
+    """A run that is there twice would be left out of a fit and be in it."""
+    places = [Path(source.path).resolve() for source in sources]
+    for number, place in enumerate(places):
+        if place in places[:number]:
+            raise StepSourceError(f"{sources[number].path}: is there twice")
 
 
 def _check_same(first: StepsSource, other: StepsSource) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.sim.steptime.features import Ints, StepFeatures
+from servetwin.sim.steptime.features import Bools, Ints, StepFeatures
 
 Floats = NDArray[np.float64]
 KNOTS = (4, 16, 64, 256, 1024)
@@ -13,15 +13,19 @@ KNOTS = (4, 16, 64, 256, 1024)
 longer than reading."""
 
 
-def device_terms(features: StepFeatures, tokens: Ints) -> Floats:
+def device_terms(features: StepFeatures, tokens: Ints, eager: Bools) -> Floats:
     """[n, terms]: launch, tokens (with slopes that set in later), rows, logits, KV and pairs of attention.
 
-    `tokens`: those that are computed, the padding of a captured graph included.
+    `tokens`: those that are computed, the padding of a captured graph included. `eager`: steps whose kernels are
+    launched one by one where others run from graphs.
     """
     f, computed = features, tokens.astype(np.float64)
     chunk_pairs = f.prefill_pairs - f.prefill_tokens**2 / (2 * np.maximum(f.prefill_rows, 1))
     columns = [
         np.ones(len(f)),
+        eager,
+        # Measured beside kernels' own times, at any number of tokens and chunks (RTX 4090, RTX PRO 6000).
+        f.prefill_rows > 0,
         computed,
         *(np.maximum(computed - knot, 0) for knot in KNOTS),
         f.rows,
@@ -59,9 +63,10 @@ def coordinates(features: StepFeatures) -> Floats:
 
 
 def extent(features: StepFeatures) -> Floats:
-    """[n, 8]: how much of everything there is in a step, by which the measured region is bounded."""
+    """[n, 9]: how much of everything there is in a step, by which the measured region is bounded."""
     f = features
     columns = [
+        f.new_tokens,
         f.rows,
         f.decode_rows,
         f.decode_context_tokens,

@@ -40,9 +40,9 @@ class StepsProfile(BaseModel):
     errors: list[dict[str, Any]]
     """Of runs that were left out of the fit, per regime (`step_fit.HeldOut`)."""
     untested: list[str]
-    """Regimes for which there are none: the profile is tested when this is empty."""
-    calibrated: Calibration | None = None
-    """The factor of all times on the device: a machine's speed wanders."""
+    """Regimes for which there are none: the profile is calibrated when this is empty."""
+    factor: Calibration | None = None
+    """Of all times on the device, fitted to one part of a run: a machine's speed wanders."""
 
     @classmethod
     def of(cls, sources: Sequence[StepsSource], fit: StepFit, written: str | None = None) -> Self:
@@ -59,13 +59,13 @@ class StepsProfile(BaseModel):
         )
 
     @property
-    def tested(self) -> bool:
+    def calibrated(self) -> bool:
         """Its error is known for every regime."""
         return not self.untested
 
-    def step_model(self, num_layers: int | None = None) -> StepRegression:
-        """The whole model's, whatever its layers, with the factor that was calibrated."""
-        model = self.regression if self.calibrated is None else self.regression.scaled(self.calibrated.value)
+    def step_model(self) -> StepRegression:
+        """With the factor, and with what was seen of the worker."""
+        model = self.regression if self.factor is None else self.regression.scaled(self.factor.value)
         if self.host is None:
             return model
         return replace(
@@ -81,8 +81,8 @@ class StepsProfile(BaseModel):
     def describe_error(self) -> str:
         """In one line, for every output of a run with these times."""
         said = self._tests_in_words()
-        if self.calibrated is not None:
-            said += f"; device times x {self.calibrated.value:.4g}, calibrated on the {self.calibrated.on}"
+        if self.factor is not None:
+            said += f"; device times x {self.factor.value:.4g}, fitted to the {self.factor.on}"
         return said
 
     def _tests_in_words(self) -> str:

@@ -41,6 +41,8 @@ class MeasuredRun:
     engine: dict[str, Any] = field(default_factory=dict)
     """Settings that the source says, under the names of the flags: max_num_seqs, num_gpu_blocks_override, ..."""
     hardware: str | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    """What the executor of a run folder says of itself."""
     rows: Sequence[int] = ()
     """0-based place of each request in the source, where that is a file of rows."""
     curves: pd.DataFrame | None = None

@@ -67,6 +67,10 @@ def _run_folder(path: Path) -> MeasuredRun:
     usable = steps["used_blocks"] + steps["cached_free_blocks"] + steps["free_blocks"]
     curves = steps.assign(time_s=steps["start_s"], kv_percent=100 * steps["used_blocks"] / usable)
     executor = run.header.get("executor") or {}
+    if run.config.get("engine", {}).get("speculative") is not None:
+        raise MeasuredRunError(
+            f"{path}: its steps verified drafts, which step times of plain steps say nothing of"
+        )
     engine = _engine_of(run.config)
     if (cards := executor.get("tensor_parallel_size")) is not None:
         engine["tensor_parallel_size"] = cards
@@ -76,6 +80,7 @@ def _run_folder(path: Path) -> MeasuredRun:
         requests=_checked(requests, path),
         engine=engine,
         hardware=executor.get("device"),
+        about=executor,
         curves=curves[["time_s", "running", "waiting", "kv_percent"]],
         gaps=gaps_of(run),
         log=run,
@@ -89,6 +94,7 @@ def _engine_of(config: dict[str, Any]) -> dict[str, Any]:
     more = ("enable_chunked_prefill", "max_num_scheduled_tokens", "scheduler_reserve_full_isl")
     found = {name: scheduler.get(name) for name in (*names, *more)}
     found["scheduling_policy"] = scheduler.get("policy")
+    found["rules"] = engine.get("rules")
     found |= {name: cache.get(name) for name in ("block_size", "enable_prefix_caching")}
     found |= {
         "num_gpu_blocks_override": cache.get("num_gpu_blocks"),

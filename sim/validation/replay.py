@@ -152,10 +152,12 @@ class NoisyModel:
         self._model, self._spread = model, spread
         self._random = np.random.default_rng(seed)
         self.overlaps_preparation = getattr(model, "overlaps_preparation", True)
+        self.turnaround_ns = getattr(model, "turnaround_ns", 0)
         if hasattr(model, "prepare_ns"):
             self.prepare_ns: Callable[[StepFeatures], Ints] = model.prepare_ns
 
     def durations_ns(self, features: StepFeatures) -> Ints:
-        factors = 1 + self._spread * np.clip(self._random.standard_normal(len(features)), -3, 3)
-        noisy: Ints = np.rint(self._model.durations_ns(features) * factors).astype(np.int64)
-        return noisy
+        # Lognormal: no factor is 0 or less, however wild the machine.
+        factors = np.exp(self._spread * np.clip(self._random.standard_normal(len(features)), -3, 3))
+        exact = self._model.durations_ns(features)
+        return np.where(exact > 0, np.maximum(np.rint(exact * factors), 1), 0).astype(np.int64)
