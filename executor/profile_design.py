@@ -61,12 +61,10 @@ def _corners(limits: GridLimits) -> Iterator[GridPoint]:
 def _around_graphs(limits: GridLimits, sizes: Sequence[int], most: int) -> Iterator[GridPoint]:
     """The size itself, and one row more, which is padded to the next; of many sizes some, evenly spread."""
     rows = sorted({r for size in sizes for r in (size, size + 1) if r <= limits.max_num_seqs})
-    chosen = (
-        np.unique(np.linspace(0, len(rows) - 1, min(len(rows), most)).round().astype(int)) if rows else []
-    )
-    for place in chosen:
-        context = int(np.sqrt(_most_context(limits, rows[place])))
-        yield GridPoint("decode", (1,) * rows[place], (context,) * rows[place])
+    places = np.linspace(0, max(len(rows) - 1, 0), min(len(rows), most)).round().astype(int)
+    for count in dict.fromkeys(rows[place] for place in places):
+        context = int(np.sqrt(_most_context(limits, count)))
+        yield GridPoint("decode", (1,) * count, (context,) * count)
 
 
 def _mixed(sequence: Iterator[GridPoint], others: Sequence[GridPoint]) -> Iterator[GridPoint]:

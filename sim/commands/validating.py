@@ -224,6 +224,8 @@ def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, Eng
         assumed.append(
             f"num_gpu_blocks {blocks:,}: nobody says how many the engine had (--num-gpu-blocks-override)"
         )
+    if (limit := said.get("max_concurrency")) is not None:
+        assumed.append(f"the client kept {limit} requests in flight: they are sent when it sent them")
     longest = int((run.requests["prompt_tokens"] + run.requests["output_tokens"]).max())
     model = read_model_config(flags.model, flags.max_model_len or said.get("max_model_len"))
     pool = (blocks - 1) * given.get("block_size", 16)

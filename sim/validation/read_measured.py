@@ -61,6 +61,8 @@ def _run_folder(path: Path) -> MeasuredRun:
     requests = done.rename(
         columns={"num_prompt_tokens": "prompt_tokens", "num_output_tokens": "output_tokens"}
     ).reset_index(drop=True)
+    # A client with a limit of its own sends later than a request arrives.
+    requests["arrival_s"] = requests["sent_s"].fillna(requests["arrival_s"])
     # On the wall clock a request is on its way to the engine; what it waits for there is the engine's doing.
     requests["arrival_s"] += (requests["queued_s"] - requests["arrival_s"]).min()
     steps = run.steps
@@ -72,6 +74,7 @@ def _run_folder(path: Path) -> MeasuredRun:
             f"{path}: its steps verified drafts, which step times of plain steps say nothing of"
         )
     engine = _engine_of(run.config)
+    engine["max_concurrency"] = run.config.get("max_concurrency")
     if (cards := executor.get("tensor_parallel_size")) is not None:
         engine["tensor_parallel_size"] = cards
     return MeasuredRun(
