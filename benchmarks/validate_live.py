@@ -56,8 +56,8 @@ CONFIGURATIONS: tuple[dict[str, int], ...] = (
     {"max_num_batched_tokens": 48},
     {"max_num_batched_tokens": 96},
     {"long_prefill_token_threshold": 24},
-    {"num_gpu_blocks_override": 90},
-    {"num_gpu_blocks_override": 140, "max_num_batched_tokens": 128},
+    {"num_gpu_blocks_override": 130},
+    {"num_gpu_blocks_override": 150, "max_num_batched_tokens": 128},
 )
 """What differs from ENGINE."""
 RANKED_LOAD = 70
