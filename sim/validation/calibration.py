@@ -15,6 +15,11 @@ LOWEST, HIGHEST = 0.5, 2.0
 """Factors beyond which a profile is of something else."""
 TOLERANCE = 5e-4
 """Relative error of the mean TPOT that is left."""
+ACCEPTED = 0.02
+"""The same, where no factor comes nearer: the time per token goes up in jumps."""
+FACTOR_TOLERANCE = 2e-4
+FIRST_WIDTH = 0.02
+"""How far from a first guess the factor is looked for at first, relative."""
 MOST_TRIES = 8
 
 
@@ -57,21 +62,42 @@ def calibrate(
 
 
 def _root(error: Callable[[float], float]) -> float:
-    """By the secant method: the error grows with the factor, nearly in proportion."""
-    old, old_error = 1.0, error(1.0)
-    new = min(max(1 / (1 + old_error), LOWEST), HIGHEST)
-    for _ in range(MOST_TRIES):
-        if abs(old_error) < TOLERANCE or new == old:
-            return old
-        new_error = error(new)
-        slope = (new_error - old_error) / (new - old)
-        if slope <= 0:
-            break
-        old, old_error = new, new_error
-        new = min(max(old - old_error / slope, LOWEST), HIGHEST)
-    if abs(old_error) < 10 * TOLERANCE:
-        return old
-    raise MeasuredRunError(
-        f"no factor between {LOWEST:g} and {HIGHEST:g} gives the measured time per token "
-        f"(at {old:.4g} it is {100 * old_error:+.2f} % off): the profile is of another card or model"
-    )
+    """The error grows with the factor nearly in proportion, in jumps: a step sooner or later changes what follows."""
+    from scipy.optimize import brentq
+
+    tried = {1.0: error(1.0)}
+
+    def remembered(factor: float) -> float:
+        if factor not in tried:
+            tried[factor] = error(factor)
+        return tried[factor]
+
+    guess = _within(1 / (1 + tried[1.0]))
+    if abs(remembered(guess)) >= TOLERANCE:
+        ends = _bracket(remembered, guess)
+        if ends is not None:
+            brentq(remembered, *ends, xtol=FACTOR_TOLERANCE, maxiter=MOST_TRIES, disp=False)
+    best = min(tried, key=lambda factor: abs(tried[factor]))
+    if abs(tried[best]) > ACCEPTED:
+        raise MeasuredRunError(
+            f"no factor between {LOWEST:g} and {HIGHEST:g} gives the measured time per token "
+            f"(at {best:.4g} it is {100 * tried[best]:+.2f} % off): the profile is of another card or model"
+        )
+    return best
+
+
+def _bracket(error: Callable[[float], float], guess: float) -> tuple[float, float] | None:
+    """Factors with errors of both signs, from the guess outwards; None: there are none between the bounds."""
+    up = error(guess) < 0
+    width = FIRST_WIDTH
+    while True:
+        other = _within(guess * (1 + width) if up else guess / (1 + width))
+        if (error(other) < 0) != up:
+            return guess, other
+        if other in (LOWEST, HIGHEST):
+            return None
+        width *= 4
+
+
+def _within(factor: float) -> float:
+    return min(max(factor, LOWEST), HIGHEST)
