@@ -289,7 +289,8 @@ def main() -> None:
         found["ranking"] = ranking(bench, found["capacity_per_s"], given.seconds)
     show(found)
     if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
+        # Folders by their places in the one that was worked in.
+        given.out.write_text(json.dumps(found, indent=1).replace(f"{bench.work}/", "") + "\n")
 
 
 if __name__ == "__main__":
