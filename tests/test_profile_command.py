@@ -16,6 +16,7 @@ from servetwin.sim.runs import read_run
 from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.profile_folder import PROFILE_HEADER, read_profile_folder
 from servetwin.sim.steptime.profiles import load_profile, write_profile
+from servetwin.sim.steptime.steps_profile import StepsProfile
 
 ENGINE = ["--dtype", "float32", "--max-num-seqs", "4", "--block-size", "4", "--max-model-len", "64"]
 ENGINE += ["--num-gpu-blocks-override", "60", "--max-num-batched-tokens", "32", "--threads", "1"]
@@ -190,12 +191,15 @@ def test_a_run_takes_its_limits_and_its_times_from_the_profile(
     assert "as in the profile: max_num_seqs 4, max_num_batched_tokens 32, max_model_len 64" in said.err
     assert "not calibrated" in said.out
     found = read_run(tmp_path / "r")
-    model = load_profile(fitted).step_model(1)
+    profile = load_profile(fitted)
+    assert isinstance(profile, StepsProfile)
     assert set(found.steps["source"]) == {"profile"}
     assert found.config["engine"]["cache"]["num_gpu_blocks"] == 60
     decode = found.steps[(found.steps["prefill_tokens"] == 0) & (found.steps["rows"] > 0)].iloc[0]
     assert decode["prepare_s"] > 0
-    assert model.overlaps_preparation
+    # Points alone say nothing of the host, which then takes no time; that is said.
+    assert profile.host is None and found.steps["host_s"].max() == 0
+    assert "the host takes no time between steps" in said.err
 
 
 def test_a_step_beyond_what_was_measured_is_marked_in_log_and_summary(

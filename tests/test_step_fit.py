@@ -196,6 +196,7 @@ def test_the_turnaround_is_the_gap_of_steps_that_were_handed_over_in_time() -> N
             "start_s": [0.0, 0.001, 0.030],
             "schedule_s": [0.001, 0.001, 0.001],
             "host_s": [0.002, 0.002, 0.002],
+            "end_s": [0.012, 0.023, 0.042],
             "prepare_start_s": [0.001, 0.012, 0.031],
             "device_start_s": [0.001, 0.012, 0.031],
             "device_s": [0.010, 0.010, 0.010],

@@ -282,7 +282,7 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
         ([lines, "--workload", short], "has 39 requests, the run 40; they are joined row by row"),
         ([measured, "--max-ttft-error", "0"], "--max-ttft-error 0.0: must be above 0"),
         ([measured, "--save-profile", "x.json"], "--save-profile goes with --calibrate first-half"),
-        ([measured, "--noise-runs", "-1"], "--noise-runs -1: must be 0 or more"),
+        ([measured, "--noise-runs", "-1"], "--noise-runs -1: must be 0, or 2 and more"),
         ([measured, "--tensor-parallel-size", "2"], "--tensor-parallel-size 2: "),
         ([measured, "--num-gpu-blocks-override", "3"], "num_gpu_blocks 3"),
     ):
