@@ -115,7 +115,8 @@ def main() -> None:
             "cards": measure(options.data, Path(folder)),
         }
     if options.output:
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+        # Runs by their places in the reference data.
+        options.output.write_text(json.dumps(report, indent=1).replace(f"{options.data}/", "") + "\n")
 
 
 if __name__ == "__main__":
