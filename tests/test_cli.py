@@ -426,7 +426,8 @@ def test_decide_refuses_what_can_never_run(
         (
             ["--executor", "nonsense"],
             "--executor 'nonsense' is not known; allowed: constant (with --step-time-s), roofline (with --gpu), "
-            "the file or folder of a profile, recorded:RUN, torch",
+            "the file or folder of a profile, a shipped profile (epyc-2cpu-llama-10m, epyc-2cpu-llama-44m), "
+            "recorded:RUN, torch",
         ),
         (["--executor", "json:nothing"], "has no attribute 'nothing'"),
         (["--executor", "no.such.module:x"], "needs the module 'no'"),

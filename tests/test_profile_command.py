@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def test_a_run_takes_its_limits_and_its_times_from_the_profile(
     )  # fmt: skip
     said = capsys.readouterr()
     assert "as in the profile: max_num_seqs 4, max_num_batched_tokens 32, max_model_len 64" in said.err
-    assert "not calibrated" in said.out
+    assert "not calibrated" in " ".join(said.out.split())
     found = read_run(tmp_path / "r")
     profile = load_profile(fitted)
     assert isinstance(profile, StepsProfile)
@@ -247,6 +247,74 @@ def test_a_simulated_run_is_no_measurement(
     )
     assert run(["fit", str(tmp_path / "r")]) == 2
     assert "its step times are 'profile', nothing was measured there" in capsys.readouterr().err
+
+
+def test_a_complete_profile_goes_on_with_its_own_engine_only(
+    profiled: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is loaded any more that would show the difference."""
+    others = {
+        "its max_model_len is 64, here it is 32": [("64", "32")],
+        "its dtype is 'float32', here it is 'bfloat16'": [("float32", "bfloat16")],
+        "its threads is 1, here it is 2": [("1", "2")],
+    }
+    for said, changes in others.items():
+        engine = [dict(changes).get(word, word) for word in ENGINE]
+        flags = ["--points", "15", "--passes", "2", "--repetitions", "2", "--live-seconds", "0", "--resume"]
+        assert run(["profile", "--model", str(model), *engine, *flags, "--out", str(profiled)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def changed(fitted: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    data = json.loads(fitted.read_text())
+    change(data)
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.pop("kind"), "kind"),
+        (lambda d: d.pop("regression"), "regression"),
+        (
+            lambda d: d["regression"]["device_weights"].__setitem__(0, -1.0),
+            "device_weights must be 15 numbers",
+        ),
+        (lambda d: d["regression"]["device_weights"].pop(), "device_weights must be 15 numbers"),
+        (lambda d: d["regression"]["highest"].pop(), "highest must be 9 numbers"),
+        (lambda d: d["regression"]["correction"]["weights"].pop(), "must fit together"),
+    ],
+)
+def test_a_damaged_profile_is_refused_in_one_short_line(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, said: str
+) -> None:
+    path = changed(fitted, tmp_path, change)
+    assert run(["run", str(workload(tmp_path / "w.jsonl")), "--executor", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err) < 1000
+
+
+def test_what_is_no_folder_of_measurements_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["fit", str(tmp_path / "nothing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert run(["fit", str(tmp_path)]) == 2
+    assert (
+        "holds no profile (profile.json), no run (run.json) and no kernel tables" in capsys.readouterr().err
+    )
+
+
+def test_a_run_that_was_simulated_is_said_to_be_no_measurement(
+    fitted: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load, out = str(workload(tmp_path / "w.jsonl")), tmp_path / "r"
+    assert run(["run", load, "--executor", str(fitted), "--block-size", "4", "--out", str(out)]) == 0
+    flags = ["--profile", str(fitted), "--model", str(model), "--noise-runs", "0"]
+    assert run(["validate", str(out), *flags]) == 0
+    assert "the run was no measurement: its step times are 'profile'" in capsys.readouterr().out
 
 
 def test_tables_and_measured_steps_are_not_fitted_together(

@@ -12,7 +12,7 @@ from rich.table import Table
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.fitting_steps import fit_steps
 from servetwin.sim.commands.show import print_json, results_console
-from servetwin.sim.steptime.kernel_tables import KernelTables, read_tables
+from servetwin.sim.steptime.kernel_tables import KernelTables, is_table_folder, read_tables
 from servetwin.sim.steptime.kernel_times import KernelTimes
 from servetwin.sim.steptime.profiles import KernelProfile, write_profile
 from servetwin.sim.steptime.step_sources import is_step_folder
@@ -25,6 +25,13 @@ def carry_out(folders: Sequence[Path], out: Path | None, *, overwrite: bool, jso
         _check_target(out, overwrite)
     if any(is_step_folder(folder) for folder in folders):
         return fit_steps(folders, out, json=json)
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: no such folder")
+        if not is_table_folder(folder):
+            raise UsageError(
+                f"{folder}: holds no profile (profile.json), no run (run.json) and no kernel tables (attention.csv)"
+            )
     if len(folders) > 1:
         raise UsageError(
             f"{folders[1]}: tables are fitted alone; several folders must all hold measured steps"

@@ -42,12 +42,14 @@ def _report(sources: Sequence[StepsSource], fit: StepFit, profile: StepsProfile)
     about = profile.about
     yield f"{about.get('model')}, {about.get('dtype')}, on {about.get('device')}"
     for source in sources:
+        if source.unfinished is not None:
+            yield Text(f"{source.path}: {source.unfinished}", style="yellow")
         what = "measured one by one" if source.kind == "points" else "of a run"
         yield f"  {len(source.steps):,} steps {what}: {source.path}"
     trusted = 0.0 if fit.regression.correction is None else fit.regression.trust
     yield (
-        f"half of all steps lie within {fit.spread_percent:.1f} % of the fit; correction of the physical model applied "
-        f"to {100 * trusted:.0f} %"
+        f"correction of the physical model applied to {100 * trusted:.0f} %; half of the steps it was fitted to lie "
+        f"within {fit.spread_percent:.1f} %, which says nothing of others"
     )
     if fit.host is not None:
         yield _host(fit.host)

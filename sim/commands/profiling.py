@@ -48,6 +48,7 @@ def carry_out(flags: ProfileFlags, engine: EngineFlags) -> int:
         # A pool sized from memory is another at every start.
         engine = replace(engine, num_gpu_blocks_override=begun.header["engine"]["num_gpu_blocks"])
     if begun is not None and begun.header["design_complete"]:
+        _check_same_engine(begun.header, flags, engine)
         say("all steps of the design are measured already")
         header = begun.header
         writer = ProfileWriter.resume(
@@ -115,6 +116,29 @@ def _measured(flags: ProfileFlags, engine: EngineFlags) -> ProfileWriter:
     return writer
 
 
+def _check_same_engine(header: dict[str, Any], flags: ProfileFlags, engine: EngineFlags) -> None:
+    """Without loading the model: what a profile that needs no more steps can be compared by."""
+    assert engine.model is not None, "checked"
+    model = read_model_config(engine.model, engine.max_model_len)
+    seqs, tokens = engine_options(engine, flags.seed).limits(model.max_model_len)
+    ours = {
+        "model": (engine.model.resolve().name, header["about"].get("model")),
+        "max_model_len": (model.max_model_len, header["engine"]["max_model_len"]),
+        "max_num_seqs": (seqs, header["engine"]["max_num_seqs"]),
+        "max_num_batched_tokens": (tokens, header["engine"]["max_num_batched_tokens"]),
+        "block_size": (engine.block_size, header["engine"]["block_size"]),
+    }
+    if engine.dtype != "auto":
+        ours["dtype"] = (engine.dtype, header["about"].get("dtype"))
+    if engine.threads is not None:
+        ours["threads"] = (engine.threads, header["about"].get("threads"))
+    for name, (here, there) in ours.items():
+        if here != there:
+            raise ProfileFolderError(
+                f"{flags.out}: its {name} is {there!r}, here it is {here!r}: a profile goes on as it was begun"
+            )
+
+
 def _design(flags: ProfileFlags) -> dict[str, Any]:
     return {name: getattr(flags, name) for name in ("points", "passes", "repetitions", "seed")}
 
@@ -154,8 +178,11 @@ def _measure(profiler: StepProfiler, writer: ProfileWriter, flags: ProfileFlags,
                 stop.raise_if_asked()
                 if time.monotonic() > deadline:
                     break
-        finally:
+        except KeyboardInterrupt:
             _written(writer, rows)
+            say(f"{writer.measured} of {len(order)} measurements are kept in {flags.out}; --resume goes on")
+            raise
+        _written(writer, rows)
     if writer.measured < len(order):
         measured = f"{writer.measured} of {len(order)} measurements"
         say(f"left after {flags.minutes:g} minutes with {measured}; --resume goes on")

@@ -64,6 +64,8 @@ def carry_out(workload: str, flags: ValidateFlags) -> int:
         raise UsageError(
             f"--live: {flags.profile} is of kernels; a machine of ours is measured with `servetwin profile`"
         )
+    if (name := flags.model.resolve().name) != profile.about.get("model", name):
+        raise UsageError(f"--model {flags.model}: the profile is of {profile.about['model']}")
     requests = _requests(workload, flags.seed)
     engine = _engine(flags, profile)
     config = _config(engine, flags)

@@ -55,7 +55,7 @@ def validated_times(
     cards = _cards(run, flags)
     if isinstance(profile, StepsProfile):
         check_steps_flags(flags, cards)
-        return _of_steps(profile, run)
+        return _of_steps(profile, run, flags.model.resolve().name)
     shape = read_model_shape(flags.model)
     parallel = tensor_parallel(profile, shape, cards, flags.gpu)
     model = profile.step_model(shape.num_layers, parallel=parallel, capture_sizes=asked_graph_sizes(options))
@@ -83,9 +83,11 @@ def check_steps_flags(flags: ValidateFlags, cards: int | None) -> None:
     )
 
 
-def _of_steps(profile: StepsProfile, run: MeasuredRun) -> ValidatedTimes:
+def _of_steps(profile: StepsProfile, run: MeasuredRun, named: str) -> ValidatedTimes:
     model = profile.step_model()
     notes = [profile.describe_error(), *_unlike(profile, run)]
+    if named != (served := run.about.get("model", named)):
+        notes.append(f"--model is {named!r}, the run served {served!r}")
     return ValidatedTimes(profile, model, model, DEVICE, profile.host_model(), tuple(notes))
 
 

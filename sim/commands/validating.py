@@ -224,6 +224,8 @@ def engine_of(run: MeasuredRun, flags: ValidateFlags) -> tuple[EngineConfig, Eng
         assumed.append(
             f"num_gpu_blocks {blocks:,}: nobody says how many the engine had (--num-gpu-blocks-override)"
         )
+    if (source := said.get("simulated_by")) is not None:
+        assumed.append(f"the run was no measurement: its step times are {source!r}")
     if (limit := said.get("max_concurrency")) is not None:
         assumed.append(f"the client kept {limit} requests in flight: they are sent when it sent them")
     longest = int((run.requests["prompt_tokens"] + run.requests["output_tokens"]).max())

@@ -7,10 +7,10 @@ shipped.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from servetwin.sim.config import explain
 from servetwin.sim.steptime.calibration import Calibration
@@ -109,7 +109,10 @@ def _columns(rows: Any) -> Columns:
 
 
 Profile = KernelProfile | StepsProfile
-_ANY: TypeAdapter[Profile] = TypeAdapter(Annotated[Profile, Field(discriminator="kind")])
+
+
+class _KindOnly(BaseModel):
+    kind: Literal["kernels", "steps"]
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -132,8 +135,10 @@ def load_profile(path: str | Path) -> Profile:
         raise ProfileError(
             f"{path}: no such file or folder, nor a shipped profile ({', '.join(shipped_profiles())})"
         )
+    content = path.read_bytes()
     try:
-        return _ANY.validate_json(path.read_bytes())
+        kind = _KindOnly.model_validate_json(content).kind
+        return (StepsProfile if kind == "steps" else KernelProfile).model_validate_json(content)
     except ValidationError as e:
         raise ProfileError(f"{path}: is no profile of `servetwin fit`: {explain(e)}") from e
 

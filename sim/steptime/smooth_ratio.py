@@ -40,6 +40,13 @@ class SmoothRatio:
     noise: float
     """Variance of the logarithms of what was found at the places around it."""
 
+    def __post_init__(self) -> None:
+        lengths = {len(centre) for centre in self.centres} | {len(self.length_scales)}
+        if len(lengths) != 1 or len(self.weights) != len(self.centres):
+            raise ValueError("centres, weights and length_scales must fit together")
+        if not np.isfinite([*self.weights, *self.length_scales, self.variance, self.noise]).all():
+            raise ValueError("weights, length_scales, variance and noise must be finite")
+
     @classmethod
     def fit(cls, places: Floats, log_ratios: Floats) -> SmoothRatio:
         """From places [m, coordinates] and what was found there [m]. Raises FitExtraMissingError."""

@@ -17,7 +17,15 @@ from servetwin.sim.steptime.graph_sizes import graph_tokens
 from servetwin.sim.steptime.measured_steps import MeasuredSteps, joined
 from servetwin.sim.steptime.physical import PhysicalModel
 from servetwin.sim.steptime.smooth_ratio import SmoothRatio, merged
-from servetwin.sim.steptime.step_terms import coordinates, device_terms, extent, prepare_terms
+from servetwin.sim.steptime.step_terms import (
+    NUM_DEVICE_TERMS,
+    NUM_EXTENTS,
+    NUM_PREPARE_TERMS,
+    coordinates,
+    device_terms,
+    extent,
+    prepare_terms,
+)
 
 Floats = NDArray[np.float64]
 BOUND = float(np.log(1.6))
@@ -48,6 +56,14 @@ class StepRegression:
     """What the worker takes between two steps beyond preparing."""
     overlaps_preparation: bool = True
     """The worker prepares a step while the device runs the one before."""
+
+    def __post_init__(self) -> None:
+        for name, terms in (("device_weights", NUM_DEVICE_TERMS), ("prepare_weights", NUM_PREPARE_TERMS)):
+            weights = getattr(self, name)
+            if len(weights) != terms or not all(0 <= weight < np.inf for weight in weights):
+                raise ValueError(f"{name} must be {terms} numbers, 0 or more")
+        if len(self.highest) != NUM_EXTENTS:
+            raise ValueError(f"highest must be {NUM_EXTENTS} numbers, got {len(self.highest)}")
 
     @classmethod
     def fit(

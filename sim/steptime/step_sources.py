@@ -36,6 +36,8 @@ class StepsSource:
     """What the executor says of itself: model, hardware, versions."""
     engine: dict[str, Any]
     """Its limits: max_num_seqs, max_num_batched_tokens, max_model_len, num_gpu_blocks, block_size."""
+    unfinished: str | None = None
+    """What is missing; None: nothing."""
 
 
 def is_step_folder(path: Path) -> bool:
@@ -66,6 +68,9 @@ def _sources_of(path: Path) -> list[StepsSource]:
             None,
             profile.header["about"],
             profile.header["engine"],
+            None
+            if profile.header["complete"]
+            else "the profile was broken off; `profile --resume` goes on with it",
         )
     ]
     return found + [run_source(read_run(path / name)) for name in profile.header["live"]]

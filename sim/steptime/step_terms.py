@@ -12,6 +12,9 @@ KNOTS = (4, 16, 64, 256, 1024)
 """Tokens from which on a further slope may set in: weights are read once a step, and from some batch on products take
 longer than reading."""
 
+NUM_DEVICE_TERMS, NUM_PREPARE_TERMS, NUM_EXTENTS = 15, 4, 9
+"""Columns of `device_terms`, `prepare_terms` and `extent`."""
+
 
 def device_terms(features: StepFeatures, tokens: Ints, eager: Bools) -> Floats:
     """[n, terms]: launch, tokens (with slopes that set in later), rows, logits, KV and pairs of attention.

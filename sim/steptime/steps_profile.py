@@ -90,8 +90,9 @@ class StepsProfile(BaseModel):
         if not runs:
             return "not calibrated: no run was left out of the fit to test it"
         worst = max(runs, key=lambda e: e["mape_percent"])
+        bias = max((e["bias_percent"] for e in runs), key=abs)
         said = (
             f"steps of runs left out of the fit were {worst['mape_percent']:.1f} % off in the mean (median "
-            f"{worst['median_percent']:.1f} %, bias {worst['bias_percent']:+.1f} %) in the worst of {len(runs)}"
+            f"{worst['median_percent']:.1f} %) in the worst of {len(runs)}, with a bias of up to {bias:+.1f} %"
         )
         return f"{said}; not calibrated for {' and '.join(self.untested)} steps" if self.untested else said

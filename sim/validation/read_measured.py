@@ -73,7 +73,9 @@ def _run_folder(path: Path) -> MeasuredRun:
         raise MeasuredRunError(
             f"{path}: its steps verified drafts, which step times of plain steps say nothing of"
         )
+    sources = set(run.steps.loc[run.steps["rows"] > 0, "source"]) - {"measured"}
     engine = _engine_of(run.config)
+    engine["simulated_by"] = ", ".join(sorted(map(str, sources))) or None
     engine["max_concurrency"] = run.config.get("max_concurrency")
     if (cards := executor.get("tensor_parallel_size")) is not None:
         engine["tensor_parallel_size"] = cards
