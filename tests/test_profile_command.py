@@ -12,6 +12,7 @@ import pytest
 from servetwin.executor.profile import TorchProfiler
 from servetwin.executor.testing import tiny_model, torch_threads
 from servetwin.sim.cli import run
+from servetwin.sim.commands.profile_loads import load_shapes
 from servetwin.sim.runs import read_run
 from servetwin.sim.steptime.calibration import Calibration
 from servetwin.sim.steptime.profile_folder import PROFILE_HEADER, read_profile_folder
@@ -35,11 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def profile(model: Path, out: Path, *flags: str, points: int = 15, passes: int = 2) -> int:
+def profile(
+    model: Path, out: Path, *flags: str, points: int = 15, passes: int = 2, live_seconds: int = 0
+) -> int:
     sizes = ["--points", str(points), "--passes", str(passes), "--repetitions", "2"]
-    return run(
-        ["profile", "--model", str(model), *ENGINE, *sizes, "--live-seconds", "0", "--out", str(out), *flags]
-    )
+    live = ["--live-seconds", str(live_seconds)]
+    return run(["profile", "--model", str(model), *ENGINE, *sizes, *live, "--out", str(out), *flags])
 
 
 @pytest.fixture(scope="module")
@@ -389,6 +391,14 @@ def test_what_cannot_be_validated_live_is_refused_before_anything_is_loaded(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("longest", [16, 40, 64, 500, 4096, 131_072])
+def test_the_live_loads_fit_any_engine(longest: int) -> None:
+    """The longest draws (1.8 times the means) fit the window, the shortest (0.2 times) have a token."""
+    for shape in load_shapes(longest):
+        assert 1.8 * (shape.input_tokens + shape.output_tokens) <= longest
+        assert 0.2 * shape.input_tokens >= 1
+
+
 @pytest.mark.full
 @pytest.mark.serial
 def test_live_runs_measure_the_host_and_test_the_fit(
@@ -396,7 +406,7 @@ def test_live_runs_measure_the_host_and_test_the_fit(
 ) -> None:
     """Three short live runs: host times, errors of each run left out, and a validation of one of them."""
     out, file = tmp_path / "p", tmp_path / "p.json"
-    assert profile(model, out, "--live-seconds", "4") == 0
+    assert profile(model, out, live_seconds=4) == 0
     assert read_profile_folder(out).header["live"] == ["live/balanced", "live/prompts", "live/answers"]
     capsys.readouterr()
     assert run(["fit", str(out), "-o", str(file), "--json"]) == 0
@@ -412,7 +422,7 @@ def test_live_runs_measure_the_host_and_test_the_fit(
     compared = json.loads(capsys.readouterr().out)
     assert compared["steps_by_regime"]["all"]["prepare"] is not None
     assert compared["plans"] is not None
-    load, kept = str(workload(tmp_path / "w.jsonl", 60)), tmp_path / "loads"
+    load, kept = str(workload(tmp_path / "w.jsonl", 40)), tmp_path / "loads"
     flags = ["--profile", str(file), "--model", str(model), "--loads", "20", "50", "--seconds", "2"]
     assert run(["validate", load, "--live", *flags, "--out", str(kept), "--noise-runs", "0", "--json"]) in (
         0,

@@ -27,6 +27,8 @@ FIRST, LAST = 0.15, 1.0
 """Of the engine's capacity: rates that a load begins and ends with."""
 RANGE = 0.8
 """Lengths from 0.2 to 1.8 times the mean."""
+SHORTEST_PROMPT, SHORTEST_ANSWER = 6, 2
+"""Means of which the shortest draw is still a token."""
 PROBE = 100
 """Requests by which the capacity is foretold."""
 
@@ -42,11 +44,15 @@ class LoadShape:
 
 def load_shapes(longest: int) -> tuple[LoadShape, ...]:
     """For an engine that takes requests of `longest` tokens: a balanced load, one of prompts, one of answers."""
-    unit = int(np.clip(longest // 32, 4, 128))
-    return (
-        LoadShape("balanced", 2 * unit, unit),
-        LoadShape("prompts", 4 * unit, max(unit // 8, 2)),
-        LoadShape("answers", max(unit // 2, 2), 2 * unit),
+    unit = int(np.clip(longest // 32, 1, 128))
+    wanted = {
+        "balanced": (2 * unit, unit),
+        "prompts": (4 * unit, unit // 8),
+        "answers": (unit // 2, 2 * unit),
+    }
+    return tuple(
+        LoadShape(name, max(prompt, SHORTEST_PROMPT), max(answer, SHORTEST_ANSWER))
+        for name, (prompt, answer) in wanted.items()
     )
 
 
