@@ -85,12 +85,22 @@ class SmoothRatio:
 
     def __call__(self, places: Floats) -> Floats:
         """Logarithms of the ratio, [n], at places [n, coordinates]."""
-        found: Floats = self._covariance(places / np.array(self.length_scales)) @ np.array(self.weights)
+        found: Floats = self._covariance(places / self._scales) @ self._weights
         return found
+
+    # Asked for step by step: made once.
+
+    @cached_property
+    def _scales(self) -> Floats:
+        return np.array(self.length_scales, dtype=np.float64)
+
+    @cached_property
+    def _weights(self) -> Floats:
+        return np.array(self.weights, dtype=np.float64)
 
     @cached_property
     def _scaled_centres(self) -> Floats:
-        scaled: Floats = np.array(self.centres, dtype=np.float64) / np.array(self.length_scales)
+        scaled: Floats = np.array(self.centres, dtype=np.float64) / self._scales
         return scaled
 
     def _covariance(self, scaled: Floats) -> Floats:
