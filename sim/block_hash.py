@@ -77,7 +77,7 @@ def _salted_root(cache_salt: str) -> bytes:
 class BlockHashes:
     """The block hashes of one request, made on demand as its blocks fill up."""
 
-    __slots__ = ("_hashes", "_output", "_parent", "_private", "_prompt", "_request_id", "block_size")
+    __slots__ = ("_hashes", "_output", "_parent", "_prompt", "_request_id", "block_size", "private")
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class BlockHashes:
         self._output = output_token_ids
         self.block_size = block_size
         self._hashes: list[BlockHash] = []
-        self._private = False
+        self.private = False
+        """From the next block on the content is nobody else's."""
         # Requests with different salts share nothing: their chains begin differently.
         self._parent = _NO_PARENT if cache_salt is None else _salted_root(cache_salt)
 
@@ -106,7 +107,7 @@ class BlockHashes:
             else:
                 content = self._prompt_content(start, start + size, in_prompt)
             if content is None:
-                self._private = True
+                self.private = True
                 return
             self._parent = blake2b(self._parent + content, digest_size=_DIGEST_BYTES).digest()
             hashes.append(self._parent)
@@ -114,7 +115,7 @@ class BlockHashes:
     def upto(self, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks, all of which must be full of known tokens."""
         hashes = self._hashes
-        if len(hashes) < num_blocks and not self._private:
+        if len(hashes) < num_blocks and not self.private:
             self.prepare(num_blocks)
         # Everything after private content is private as well: its chain contains that.
         while len(hashes) < num_blocks:

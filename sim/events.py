@@ -6,19 +6,20 @@ counts anything: summaries, charts and exports are functions of these tables (`s
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from servetwin.sim.contract import StepResult
-from servetwin.sim.records import BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
+from servetwin.sim.columns import NEVER, SHAPE_COLUMNS, Columns, Part
+from servetwin.sim.contract import StepResult, StepShape
+from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost, Woken
+from servetwin.sim.records import AnyFrame, BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
 from servetwin.sim.residency import Residency, ResidencyTracker
+from servetwin.sim.step_rows import StepRows
 from servetwin.sim.steptime.features import shape_of
 from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
-from servetwin.sim.tables import NEVER, SHAPE_COLUMNS, Columns, Part, Tables
+from servetwin.sim.tables import Tables
 from servetwin.sim.timeline import StepTimes
 from servetwin.sim.units import seconds_to_ns
 from servetwin.sim.waits import WaitTracker
@@ -35,6 +36,9 @@ least half of its steps while a long one does not fall into thousands of small p
 
 COMPLETED = ("length", "stop")
 """Finish reasons of a request that got its whole answer."""
+
+
+_SHAPE_COLUMNS = attrgetter(*SHAPE_COLUMNS)
 
 
 class Sink(Protocol):
@@ -65,9 +69,17 @@ class OpenRequest:
     sent_ns: int = NEVER
     queued_ns: int = NEVER
     first_scheduled_ns: int = NEVER
+    first_token_ns: int = NEVER
+    last_token_ns: int = NEVER
     num_output_tokens: int = 0
-    output_ns: array[int] = field(default_factory=lambda: array("q"))
-    """When each of its outputs came (one output a step, of one or more tokens)."""
+    since_step: int = NEVER
+    """It had an output in every step from this one (a row of the table of steps) ..."""
+    last_step: int = NEVER
+    """... to this one."""
+    earlier: list[tuple[int, int]] = field(default_factory=list)
+    """Its unbroken series of outputs before that: first and last step."""
+    odd_gaps: list[tuple[int, int]] = field(default_factory=list)
+    """The gaps between them: end and length in ns."""
     preemptions: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
@@ -80,7 +92,8 @@ class EventLog:
 
     def __init__(self, sink: Sink, *, log_blocks: bool = True, save_tokens: bool = False) -> None:
         self._sink = sink
-        self._columns = {t: Columns(t) for t in ("requests", "steps", "events", "itl")}
+        self._columns = {t: Columns(t) for t in ("requests", "events", "itl")}
+        self._step_rows = StepRows()
         if log_blocks:
             self._columns["blocks"] = Columns("blocks")
         if save_tokens:
@@ -89,8 +102,14 @@ class EventLog:
         self._waits = WaitTracker(self._wait_ended)
         self._residencies = ResidencyTracker(self._residency_ended)
         self._steps = 0
+        self._last_end_ns = NEVER
         self._plans = PlanReader()
         self._flush_at_step = FIRST_FLUSH_STEPS
+
+    @property
+    def saves_tokens(self) -> bool:
+        """It wants to know every token."""
+        return "tokens" in self._columns
 
     # ------------------------------------------------------------ what the driver tells
 
@@ -113,8 +132,11 @@ class EventLog:
 
     def scheduled(self, frame: Frame) -> None:
         """A schedule call has been made: its preemptions, admissions and waits, dated `frame.start_ns`."""
-        record, now_ns = frame.record, frame.start_ns
         self._note_new_blocks(frame)
+        self.decided(frame.record, frame.start_ns)
+
+    def decided(self, record: ScheduleRecord, now_ns: int) -> None:
+        """What was decided in a schedule call at `now_ns`: preemptions, admissions, waits."""
         for lost in record.preempted:
             request = self._open[lost.request_id]
             request.preemptions += 1
@@ -135,16 +157,62 @@ class EventLog:
         self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
     ) -> None:
         """A step is complete: `end_ns` dates its tokens and whatever finished with it."""
-        self._step_row(frame, result, times, end_ns, outputs)
-        if "tokens" in self._columns:
+        regular = self._note_outputs(outputs, end_ns)
+        self._step_row(
+            frame.record,
+            self._shape_of(frame, result),
+            StepCost(result.prepare_ns, result.device_ns, result.outside, result.graph_tokens),
+            result.source,
+            frame.start_ns,
+            times,
+            end_ns,
+            regular,
+            (outputs.draft_rows, outputs.draft_tokens, outputs.accepted_draft_tokens),
+        )
+        if self.saves_tokens:
             self._save_tokens(outputs, end_ns)
-        self._note_outputs(outputs, end_ns)
         if outputs.finished:
             self._note_finished(outputs, end_ns)
-        self._steps += 1
         self._flush_if_due()
 
-    def sat_out(self, frame: Frame) -> None:
+    def stepped_lightly(
+        self,
+        frame: LightFrame,
+        cost: StepCost,
+        source: str,
+        times: StepTimes,
+        end_ns: int,
+        outputs: LightOutputs,
+    ) -> None:
+        """The same for a step most of whose rows sleep; `source`: where its duration comes from."""
+        regular = outputs.regular + self._note_outputs(outputs.awake, end_ns)
+        self._step_row(frame.record, frame.shape, cost, source, frame.start_ns, times, end_ns, regular)
+        self._note_ended(outputs, end_ns)
+        self._flush_if_due()
+
+    def leapt(
+        self, leap: Leap, cost: StepCost, source: str, start_ns: int, times: StepTimes, end_ns: int, outputs: LightOutputs
+    ) -> None:
+        """The same for a leap from `start_ns` to `end_ns`; `cost` and `times` are those of its first step."""
+        first_end_ns = times.device_end_ns + times.update_ns
+        self._step_row(
+            leap.record, leap.shape, cost, source, start_ns, times, first_end_ns, outputs.regular, leap=leap
+        )
+        self._last_end_ns = end_ns
+        self._note_ended(outputs, end_ns)
+        self._flush_if_due()
+
+    def woke(self, rows: Iterable[Woken]) -> None:
+        """Requests that had an output in every step until now, which nobody told."""
+        for row in rows:
+            if row.since_step < self._steps:
+                self._slept(self._open[row.request_id], row.num_output_tokens)
+
+    def _slept(self, request: OpenRequest, num_output_tokens: int) -> None:
+        request.last_step, request.last_token_ns = self._steps - 1, self._last_end_ns
+        request.num_output_tokens = num_output_tokens
+
+    def sat_out(self, frame: AnyFrame) -> None:
         """A schedule call found nothing to do; those who wait do so for its reasons."""
         self._waits.scheduled(frame.record, frame.start_ns)
 
@@ -159,10 +227,12 @@ class EventLog:
 
     def flush(self) -> None:
         """Hands every row that is complete to the sink."""
-        full = {table: columns for table, columns in self._columns.items() if len(columns)}
+        full: dict[str, Part] = {table: columns for table, columns in self._columns.items() if len(columns)}
+        self._columns |= {table: Columns(table) for table in full}
+        if len(self._step_rows):
+            full["steps"], self._step_rows = self._step_rows, StepRows()
         if full:
             self._sink.write(full)
-            self._columns |= {table: Columns(table) for table in full}
         self._flush_at_step = self._steps + min(max(self._steps, FIRST_FLUSH_STEPS), LAST_FLUSH_STEPS)
 
     def close(self, end_ns: int) -> None:
@@ -215,68 +285,94 @@ class EventLog:
             self._event(now_ns, admitted.request_id, kind, None, admitted.hit_tokens, admitted.blocks)
 
     def _step_row(
-        self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
+        self,
+        record: ScheduleRecord,
+        shape: StepShape,
+        cost: StepCost,
+        source: str,
+        start_ns: int,
+        times: StepTimes,
+        end_ns: int,
+        regular: int,
+        drafts: tuple[int, int, int] = (0, 0, 0),
+        leap: Leap | None = None,
     ) -> None:
-        record, prefix = frame.record, frame.record.prefix
-        self._columns["steps"].append(
-            frame.start_ns,
-            result.prepare_ns,
-            result.device_ns,
-            times.schedule_ns + times.update_ns,
-            result.source,
-            None,
-            record.prefill_tokens,
-            record.decode_tokens,
-            len(frame.plan.num_scheduled_tokens),
-            record.decode_rows,
-            record.running,
-            record.waiting,
-            record.used_blocks,
-            record.cached_free_blocks,
-            record.free_blocks,
-            len(record.preempted),
-            record.evictions,
-            prefix.queries,
-            prefix.hits,
-            prefix.preempted_queries,
-            prefix.preempted_hits,
-            sum(record.recomputed.values()),
-            outputs.draft_rows,
-            outputs.draft_tokens,
-            outputs.accepted_draft_tokens,
-            times.schedule_ns,
-            times.prepare_start_ns,
-            times.device_start_ns,
-            end_ns,
-            result.graph_tokens,
-            int(result.outside),
-            *self._shape_columns(frame, result),
+        prefix = record.prefix
+        self._step_rows.append(
+            source,
+            (
+                start_ns,
+                cost.prepare_ns,
+                cost.device_ns,
+                times.schedule_ns + times.update_ns,
+                record.prefill_tokens,
+                record.decode_tokens,
+                shape.rows,
+                record.decode_rows,
+                record.running,
+                record.waiting,
+                record.used_blocks,
+                record.cached_free_blocks,
+                record.free_blocks,
+                len(record.preempted),
+                record.evictions,
+                prefix.queries,
+                prefix.hits,
+                prefix.preempted_queries,
+                prefix.preempted_hits,
+                sum(record.recomputed.values()),
+                *drafts,
+                times.schedule_ns,
+                times.prepare_start_ns,
+                times.device_start_ns,
+                end_ns,
+                NEVER if cost.graph_tokens is None else cost.graph_tokens,
+                int(cost.outside),
+                *_shape_columns(shape),
+                1 if leap is None else leap.num_steps,
+                0 if leap is None else leap.growth_ns,
+                regular,
+            ),
+            None if leap is None else (leap.blocks_begun_at, leap.evictions_at, leap.each_device_ns),
         )
+        self._steps += 1 if leap is None else leap.num_steps
+        self._last_end_ns = end_ns
 
-    def _shape_columns(self, frame: Frame, result: StepResult) -> Iterator[int]:
-        shape = result.shape
-        if shape is None:
-            # Plans say what changes, so all must be read in order, by the timer or here.
-            shape = shape_of(self._plans.rows(frame.plan), num_admitted(frame.plan))
-        return (getattr(shape, name) for name in SHAPE_COLUMNS)
+    def _shape_of(self, frame: Frame, result: StepResult) -> StepShape:
+        if result.shape is not None:
+            return result.shape
+        # Plans say what changes, so all must be read in order, by the timer or here.
+        return shape_of(self._plans.rows(frame.plan), num_admitted(frame.plan))
 
-    def _note_outputs(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
-        """The one loop over all rows of a step, so kept short."""
-        gaps: dict[int, int] = {}
+    def _note_outputs(self, outputs: EngineCoreOutputs, end_ns: int) -> int:
+        """The one loop over the rows of a step, so kept short; returns those with a gap over this step alone."""
+        step, regular = self._steps, 0
         requests = self._open
         for request_id, new_token_ids in outputs.new_token_ids.items():
             request = requests[request_id]
-            if before := request.output_ns:
-                gap_ns = end_ns - before[-1]
-                gaps[gap_ns] = gaps.get(gap_ns, 0) + 1
-            before.append(end_ns)
+            if request.last_step < 0:
+                request.first_token_ns = end_ns
+                request.since_step = step
+            elif request.last_step == step - 1:
+                regular += 1
+            else:
+                self._odd_gap(request, end_ns)
+            request.last_step = step
+            request.last_token_ns = end_ns
             request.num_output_tokens += len(new_token_ids)
-        for gap_ns, samples in sorted(gaps.items()):
-            self._columns["itl"].append(end_ns, gap_ns, samples)
+        return regular
+
+    def _odd_gap(self, request: OpenRequest, end_ns: int) -> None:
+        """A gap over more than one step."""
+        gap = (end_ns, end_ns - request.last_token_ns)
+        request.odd_gaps.append(gap)
+        self._columns["itl"].append(*gap, 1, None, None)
+        request.earlier.append((request.since_step, request.last_step))
+        request.since_step = self._steps
 
     def _save_tokens(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
         for request_id, new_token_ids in outputs.new_token_ids.items():
-            first = self._open[request_id].num_output_tokens
+            first = self._open[request_id].num_output_tokens - len(new_token_ids)
             for index, token_id in enumerate(new_token_ids, start=first):
                 self._columns["tokens"].append(request_id, index, token_id, end_ns)
 
@@ -290,6 +386,18 @@ class EventLog:
             self._waits.left(request_id, end_ns)
             self._ended(request_id, finish.reason, end_ns)
 
+    def _note_ended(self, outputs: LightOutputs, end_ns: int) -> None:
+        """What finished with a light step or a leap, in its order."""
+        for ended in outputs.ended:
+            request_id = ended.request.request_id
+            request, reason = self._open[request_id], outputs.awake.finished[request_id].reason
+            if ended.slept:
+                self._slept(request, ended.request.num_output_tokens)
+            computed_tokens = request.spec.prompt_tokens + request.num_output_tokens - 1
+            self._event(end_ns, request_id, "finished", reason, computed_tokens, ended.blocks)
+            self._waits.left(request_id, end_ns)
+            self._ended(request_id, reason, end_ns)
+
     def _ended(self, request_id: str, reason: str, finish_ns: int) -> None:
         if reason not in COMPLETED:
             self._take_back_gaps([self._open[request_id]])
@@ -297,7 +405,7 @@ class EventLog:
 
     def _request_row(self, request_id: str, reason: str | None, finish_ns: int) -> None:
         request = self._open.pop(request_id)
-        spec, outputs = request.spec, request.output_ns
+        spec = request.spec
         self._columns["requests"].append(
             request_id,
             spec.prompt_tokens,
@@ -305,8 +413,8 @@ class EventLog:
             seconds_to_ns(spec.arrival_s),
             request.queued_ns,
             request.first_scheduled_ns,
-            outputs[0] if outputs else NEVER,
-            outputs[-1] if outputs else NEVER,
+            request.first_token_ns,
+            request.last_token_ns,
             finish_ns,
             request.preemptions,
             request.cached_tokens,
@@ -320,13 +428,25 @@ class EventLog:
 
     def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:
         """Latencies are those of completed requests: the pool must not keep the gaps of others."""
-        gaps = Counter((now, now - before) for r in requests for before, now in pairwise(r.output_ns))
-        for (now_ns, gap_ns), samples in sorted(gaps.items()):
-            self._columns["itl"].append(now_ns, gap_ns, -samples)
+        for request in requests:
+            for from_step, to_step in (*request.earlier, (request.since_step, request.last_step)):
+                if to_step > from_step:
+                    self._columns["itl"].append(NEVER, NEVER, -1, from_step, to_step)
+            for end_ns, gap_ns in request.odd_gaps:
+                self._columns["itl"].append(end_ns, gap_ns, -1, None, None)
 
     def _flush_if_due(self) -> None:
-        if self._steps >= self._flush_at_step or max(map(len, self._columns.values())) >= PART_ROWS:
+        if self._steps >= self._flush_at_step or self._rows_held() >= PART_ROWS:
             self.flush()
+
+    def _rows_held(self) -> int:
+        """Rows of the longest table."""
+        return max(len(self._step_rows), *map(len, self._columns.values()))
+
+
+def _shape_columns(shape: StepShape) -> tuple[int, ...]:
+    columns: tuple[int, ...] = _SHAPE_COLUMNS(shape)
+    return columns
 
 
 def _sent_ns(spec: RequestSpec, sent_ns: int | None) -> int:

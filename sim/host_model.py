@@ -36,15 +36,19 @@ class LinearHostModel:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
 
     def schedule_ns(self, plan: SchedulerOutput) -> int:
-        if not plan.num_scheduled_tokens:
-            return 0
-        return (
-            self.schedule_base_ns
-            + self.schedule_per_row_ns * len(plan.num_scheduled_tokens)
-            + self.schedule_per_new_ns * len(plan.scheduled_new_reqs)
-        )
+        return self.schedule_of(len(plan.num_scheduled_tokens), len(plan.scheduled_new_reqs))
 
     def update_ns(self, plan: SchedulerOutput) -> int:
-        if not plan.num_scheduled_tokens:
+        return self.update_of(len(plan.num_scheduled_tokens))
+
+    def schedule_of(self, rows: int, num_new: int) -> int:
+        """From the schedule call to the submission of a plan of so many rows, of which `num_new` are new."""
+        if not rows:
             return 0
-        return self.update_base_ns + self.update_per_row_ns * len(plan.num_scheduled_tokens)
+        return (
+            self.schedule_base_ns + self.schedule_per_row_ns * rows + self.schedule_per_new_ns * num_new
+        )
+
+    def update_of(self, rows: int) -> int:
+        """From the device's end to the tokens of so many rows being out."""
+        return self.update_base_ns + self.update_per_row_ns * rows if rows else 0

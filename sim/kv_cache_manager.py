@@ -136,6 +136,16 @@ class KVCacheManager:
         self._note_quiet(request)
         return new_blocks
 
+    def begin_blocks(self, requests: Sequence[Request]) -> None:
+        """One more block for each of these decodes, in this order; without prefix caching, and where there are enough."""
+        blocks = self.pool.take(len(requests), "")
+        for request, block in zip(requests, blocks, strict=True):
+            request.block_ids.append(block)
+
+    def note_plain(self, request: Request) -> None:
+        """Of a decode whose tokens were counted elsewhere: until when it needs nobody's attention."""
+        self._note_quiet(request)
+
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Makes the full blocks of these leading tokens findable (asynchronous scheduling: once they are known)."""
         if self.enable_caching:

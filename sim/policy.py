@@ -36,6 +36,10 @@ class SchedulingPolicy(Protocol):
     Optional, looked for by name: `dynamic_order = True` (keys are taken anew whenever the queue is looked at), and
     the hooks `on_queued(request, now)`, `on_scheduled(request, num_tokens, now)`, `on_ended(request)`, for a
     policy that keeps accounts. Hooks must not change requests.
+
+    `leaps = True` in the class itself declares that its decisions stay what they are while the same requests decode and
+    nobody comes or goes, so that a simulation need not ask it in every step; without it, and with a `may_admit` or hooks
+    of its own, it is asked.
     """
 
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:
@@ -54,6 +58,8 @@ class SchedulingPolicy(Protocol):
 class FCFS:
     """First come, first served: admission in order of receipt, the latest admitted is preempted first."""
 
+    leaps = True
+
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:
         """Order of receipt needs no key: the queue keeps it, and preempted requests return to its front."""
         return ()
@@ -67,6 +73,8 @@ class FCFS:
 
 class Priority(FCFS):
     """Lower priority value first, then earlier arrival, then the id as a string; the reverse is preempted first."""
+
+    leaps = True
 
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:
         return (request.priority, request.arrival_ns, request.request_id)
@@ -87,6 +95,18 @@ BUILT_IN: dict[str, str] = {
 def inherits(policy: SchedulingPolicy, hook: str) -> bool:
     """The policy has this hook from FCFS as it is there."""
     return getattr(getattr(policy, hook, None), "__func__", None) is getattr(FCFS, hook)
+
+
+HOOKS = ("on_queued", "on_scheduled", "on_ended")
+
+
+def may_leap(policy: SchedulingPolicy) -> bool:
+    """The policy declares that it need not be asked in every step, and nothing in it says otherwise."""
+    return (
+        bool(type(policy).__dict__.get("leaps"))
+        and inherits(policy, "may_admit")
+        and not any(hasattr(policy, hook) for hook in HOOKS)
+    )
 
 
 def load_policy(name: str) -> SchedulingPolicy:

@@ -39,15 +39,23 @@ class ProgressGuard:
         if outputs.new_token_ids:
             self.progress()
             return
-        self._tokens += frame.plan.total_num_scheduled_tokens
-        self._preemptions += len(frame.record.preempted)
+        self.no_output(
+            frame.step, frame.plan.total_num_scheduled_tokens, len(frame.record.preempted), unfinished
+        )
+
+    def no_output(
+        self, step: int, num_tokens: int, num_preemptions: int, unfinished: Iterable[Request]
+    ) -> None:
+        """Takes note of a step of so many tokens that brought nobody one. Raises as `step` does."""
+        self._tokens += num_tokens
+        self._preemptions += num_preemptions
         if self._tokens <= self._limit or not self._preemptions:
             return
         requests = list(unfinished)
         self._limit = max(FREE_TOKENS, ROUNDS * sum(r.num_tokens for r in requests))
         if self._tokens > self._limit:
             raise StalledError(
-                f"livelock at step {frame.step}: {self._tokens} tokens and {self._preemptions} preemptions since the "
+                f"livelock at step {step}: {self._tokens} tokens and {self._preemptions} preemptions since the "
                 f"last output; preempted again and again: {_some(requests)}. vLLM 0.22.0 would do so, "
                 "too. More blocks, the full-sequence gate (--scheduler-reserve-full-isl) or fewer seats avoid it"
             )

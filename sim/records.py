@@ -115,6 +115,23 @@ class BlockChange:
     """References after the change."""
 
 
+class AnyFrame(Protocol):
+    """A step between schedule and update."""
+
+    start_ns: int
+    record: ScheduleRecord
+
+    @property
+    def has_tokens(self) -> bool:
+        """Something is computed in it."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing scheduled and nothing to tell the worker: running such a step would not move anything."""
+        ...
+
+
 @dataclass(slots=True)
 class Frame:
     """A step between schedule and update."""
@@ -127,6 +144,10 @@ class Frame:
     record: ScheduleRecord
     gone: set[str] = field(default_factory=set)
     """Requests of the plan that ended while it was in flight."""
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self.plan.num_scheduled_tokens)
 
     @property
     def is_idle(self) -> bool:

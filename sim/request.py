@@ -45,10 +45,16 @@ class Request:
     __slots__ = (
         "_hashes",
         "arrival_ns",
+        "asleep",
+        "base",
         "block_ids",
         "client_id",
+        "counted",
         "eos_token_id",
         "is_prefill_chunk",
+        "joined_step",
+        "keeps_tokens",
+        "last_step",
         "length_limit",
         "max_tokens",
         "max_total_tokens",
@@ -60,12 +66,14 @@ class Request:
         "num_tokens",
         "num_tokens_ever_computed",
         "output_token_ids",
+        "place",
         "predicted_output_tokens",
         "priority",
         "prompt",
         "quiet_until",
         "request_id",
         "sampling_params",
+        "since_step",
         "spec_token_ids",
         "status",
         "stop_reason",
@@ -130,10 +138,28 @@ class Request:
         """Leading blocks of the table that are in the prefix cache."""
         self.quiet_until = 0
         """With fewer computed tokens than this it has one token to compute, room for it, and no limit near."""
+        # Kept by the calendar of decodes and its scheduler (`sim/leaping_scheduler.py`).
+        self.asleep = False
+        """A plain decode: its computed and known tokens follow from the number of the step."""
+        self.counted = False
+        """It is a row of the next step."""
+        self.base = 0
+        """Computed tokens are `base` + the number of the next step while it sleeps."""
+        self.joined_step = 0
+        """It sleeps since this step ..."""
+        self.since_step = 0
+        """... and samples a token in every step since this one."""
+        self.last_step = 0
+        """The step that brings its last token."""
+        self.place = 0
+        """Running order is the order of this number."""
+        self.keeps_tokens = True
+        """Somebody may want to know its output tokens."""
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.output_token_ids)
+        """Known outputs (`output_token_ids` may lag behind where nobody reads them)."""
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def finished(self) -> bool:
@@ -155,6 +181,11 @@ class Request:
     def hash_prompt(self) -> None:
         """Makes the hashes of the prompt's full blocks, as far as anybody else can have the same content."""
         self._hashes.prepare(self.num_prompt_tokens // self._hashes.block_size)
+
+    @property
+    def is_private(self) -> bool:
+        """Nobody else can have the content of its further blocks, whatever its outputs are."""
+        return self._hashes.private
 
     def block_hashes(self, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` full blocks of known tokens."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
+from servetwin.sim.columns import LATER_COLUMNS, PARTS, SCHEMAS, Columns, Part, arrow_schema
 from servetwin.sim.processes import is_alive, this_process
 from servetwin.sim.run_files import (
     JsonLines,
@@ -32,16 +33,8 @@ from servetwin.sim.run_files import (
     write_part,
     writing,
 )
-from servetwin.sim.tables import (
-    LATER_COLUMNS,
-    SCHEMAS,
-    Columns,
-    Part,
-    Tables,
-    arrow_schema,
-    differences,
-    tables_equal,
-)
+from servetwin.sim.step_rows import StepRows, part_schema
+from servetwin.sim.tables import Tables, differences, tables_equal
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -139,7 +132,7 @@ class RunWriter:
         """The run is whole: every table has at least one (empty) part."""
         for table in self._tables:
             if not self._header["parts"][table]:
-                self._write_part(table, Columns(table))
+                self._write_part(table, StepRows() if table == "steps" else Columns(table))
         self._end("complete", None)
 
     def fail(self, reason: str) -> None:
@@ -312,11 +305,12 @@ def _read_part(file: Path, table: str) -> pa.Table:
     import pyarrow.parquet as pq
 
     try:
-        part, schema = pq.read_table(file, partitioning=None), arrow_schema(SCHEMAS[table])
+        part = pq.read_table(file, partitioning=None)
+        schema = part_schema() if table == "steps" else arrow_schema(PARTS.get(table, SCHEMAS[table]))
         # Runs written before such a column was added.
-        for name in SCHEMAS[table]:
-            if name in LATER_COLUMNS and name not in part.column_names:
+        for name in schema.names:
+            if (name in LATER_COLUMNS or name not in SCHEMAS[table]) and name not in part.column_names:
                 part = part.append_column(name, pa.nulls(len(part), schema.field(name).type))
-        return part.select(list(SCHEMAS[table]))
+        return part.select(schema.names)
     except (pa.ArrowException, OSError, KeyError) as e:
         raise RunFolderError(f"{file}: damaged part: {e}") from e

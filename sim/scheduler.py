@@ -133,6 +133,15 @@ class Scheduler:
         """Decides one step at simulated time `now` (ns)."""
         step = Step(budget=self.config.scheduler.token_budget)
         evictions = self.kv.pool.num_evictions
+        self._decide(step, now)
+        shared = self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0
+        plan = self._plans.plan(step, self._prev_step_ids, shared, self.finished_req_ids)
+        self._count(step, evictions)
+        self._advance(step)
+        return plan, step.record
+
+    def _decide(self, step: Step, now: int) -> None:
+        """Who gets which tokens: first the running requests, then those that wait."""
         self._running_pass(step, now)
         if self._on_scheduled is not None:
             for request in step.running:
@@ -141,11 +150,6 @@ class Scheduler:
             self._note_wait(step, WaitReason.PREEMPTION, now)
         else:
             self._waiting_pass(step, now)
-        shared = self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0
-        plan = self._plans.plan(step, self._prev_step_ids, shared, self.finished_req_ids)
-        self._count(step, evictions)
-        self._advance(step)
-        return plan, step.record
 
     def _running_pass(self, step: Step, now: int) -> None:
         """Gives every running request its next tokens, preempting where blocks are short."""

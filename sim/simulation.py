@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 from zlib import crc32
 
 import simpy
 
-from servetwin.sim.config import RunConfig
-from servetwin.sim.contract import SamplingParams, StepTimer
+from servetwin.sim.config import EngineConfig, RunConfig
+from servetwin.sim.contract import SamplingParams, StepResult, StepTimer
+from servetwin.sim.driver import Driver
 from servetwin.sim.engine_core import EngineCore
 from servetwin.sim.engine_process import EngineProcess
 from servetwin.sim.events import EventLog
-from servetwin.sim.host_model import HostModel
-from servetwin.sim.policy import SchedulingPolicy
-from servetwin.sim.records import StepObserver
+from servetwin.sim.host_model import HostModel, LinearHostModel
+from servetwin.sim.leaping_core import LeapingCore
+from servetwin.sim.leaping_process import LeapingProcess, OnProgress
+from servetwin.sim.policy import SchedulingPolicy, load_policy, may_leap
+from servetwin.sim.records import EngineCoreOutputs, Frame, StepObserver
+from servetwin.sim.steptime.modelled import ModelledStepTimer
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import RequestSpec, Workload
 
@@ -35,8 +40,14 @@ def simulate(
     cache_resets_ns: Iterable[int] = (),
     policy: SchedulingPolicy | None = None,
     max_concurrency: int | None = None,
+    leaps: bool = True,
+    plans: bool = False,
+    on_progress: OnProgress | None = None,
 ) -> int:
     """Serves `workload` to its end and closes the log, also when it ends early; returns the end in simulated ns.
+
+    Steps with a modelled time go without plans where nobody wants to see these, and many at once where they are alike:
+    the log is the same (`why_stepped` says what stands against it). `leaps`: many at once, `plans`: no step without one.
 
     `vocab_size`: refuse requests with a token id outside it (None: any id will do).
     `policy`: another than the configuration names. `cache_resets_ns`: when to ask for a prefix-cache reset.
@@ -44,26 +55,67 @@ def simulate(
     `plan_tokens`: put token ids into the plans (for an executor that needs them, or to save the plans).
     """
     env = simpy.Environment(0)
-    engine = EngineProcess(
-        env,
-        EngineCore(config.engine, policy, plan_tokens=plan_tokens, journal=log_blocks),
-        timer,
-        workload,
-        log,
-        tokens=tokens,
-        sampling=sampling_of(config),
-        host=host,
-        on_request=on_request,
-        on_step=on_step,
-        vocab_size=vocab_size,
-        cache_resets_ns=cache_resets_ns,
-        max_concurrency=max_concurrency,
-    )
+    common: dict[str, Any] = {
+        "tokens": tokens,
+        "sampling": sampling_of(config),
+        "on_request": on_request,
+        "cache_resets_ns": cache_resets_ns,
+        "max_concurrency": max_concurrency,
+    }
+    policy = policy or load_policy(config.engine.scheduler.policy)
+    engine: Driver[Any]
+    wants_plans = plans or plan_tokens or on_step is not None or log.saves_tokens or vocab_size is not None
+    if not wants_plans and why_stepped(config.engine, policy, timer, host) is None:
+        assert isinstance(timer, ModelledStepTimer) and isinstance(host, LinearHostModel | None)
+        core = LeapingCore(config.engine, policy, tokens=tokens, journal=log_blocks)
+        engine = LeapingProcess(
+            env, core, timer, workload, log, host=host, on_progress=on_progress, leaps=leaps, **common
+        )
+    else:
+        engine = EngineProcess(
+            env,
+            EngineCore(config.engine, policy, plan_tokens=plan_tokens, journal=log_blocks),
+            timer,
+            workload,
+            log,
+            host=host,
+            on_step=_both(on_step, on_progress),
+            vocab_size=vocab_size,
+            **common,
+        )
     try:
         env.run(until=env.process(engine.run()))
     finally:
         log.close(int(env.now))
     return int(env.now)
+
+
+def why_stepped(
+    config: EngineConfig, policy: SchedulingPolicy, timer: StepTimer, host: HostModel | None = None
+) -> str | None:
+    """Why every step of a run is decided with a plan of its own, in words; None where this is not needed."""
+    if not isinstance(timer, ModelledStepTimer):
+        return "steps are run, not modelled"
+    if timer.drafts is not None or config.speculative is not None:
+        return "speculative decoding"
+    if not isinstance(host, LinearHostModel | None):
+        return "a host model that looks at plans"
+    if not may_leap(policy):
+        return f"the policy {config.scheduler.policy} does not declare leaps, or looks at every step"
+    return None
+
+
+def _both(on_step: StepObserver | None, on_progress: OnProgress | None) -> StepObserver | None:
+    """One observer of steps for both."""
+    if on_progress is None:
+        return on_step
+
+    def observe(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
+        on_progress(1, len(outputs.finished), frame.start_ns)
+        if on_step is not None:
+            on_step(frame, result, outputs)
+
+    return observe
 
 
 def sampling_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:

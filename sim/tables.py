@@ -1,17 +1,17 @@
-"""The tables of the event log: their columns, their buffers while a run goes on, the frames a reader gets.
+"""The tables of one run as a reader gets them.
 
-A buffer holds integer nanoseconds; they become seconds (one division) when a part is made of it. Everything
-shown or summarised is computed from the frames, so a log in memory and one on disk take the same way.
+Everything shown or summarised is computed from these frames, so a log in memory and one on disk take the same way.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
+from servetwin.sim.columns import NOT_COMPARED, ORDER, SCHEMAS, STORED_GAPS, arrow_schema
+from servetwin.sim.step_rows import expanded, regular_gaps
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -19,183 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-    ColumnValues = array[int] | list[str | None] | list[float | None]
-
-NEVER = -1
-"""In a column of times: it has not happened. Simulated time is never negative; a part says null."""
-
-Kind = Literal["time", "count", "count or null", "text", "seconds"]
-"""time: integer ns in the buffer, seconds in a part; count: an integer; count or null: an integer or None; text: a
-string or None; seconds: a float or None that was never on the clock."""
-
-SCHEMAS: dict[str, dict[str, Kind]] = {
-    "requests": {
-        "request_id": "text",
-        "num_prompt_tokens": "count",
-        "num_output_tokens": "count",
-        "arrival_s": "time",
-        "queued_s": "time",
-        "first_scheduled_s": "time",
-        "first_token_s": "time",
-        "last_token_s": "time",
-        "finish_s": "time",
-        "preemptions": "count",
-        "cached_tokens": "count",
-        "recomputed_tokens": "count",
-        "finish_reason": "text",
-        "priority": "count",
-        "session_id": "text",
-        "client_id": "text",
-        "sent_s": "time",
-    },
-    "steps": {
-        "start_s": "time",
-        "prepare_s": "time",
-        "device_s": "time",
-        "host_s": "time",
-        "source": "text",
-        "predicted_s": "seconds",
-        "prefill_tokens": "count",
-        "decode_tokens": "count",
-        "rows": "count",
-        "decode_rows": "count",
-        "running": "count",
-        "waiting": "count",
-        "used_blocks": "count",
-        "cached_free_blocks": "count",
-        "free_blocks": "count",
-        "preemptions": "count",
-        "evictions": "count",
-        "prefix_query_tokens": "count",
-        "prefix_hit_tokens": "count",
-        "preempted_query_tokens": "count",
-        "preempted_hit_tokens": "count",
-        "recomputed_tokens": "count",
-        "draft_rows": "count",
-        "draft_tokens": "count",
-        "accepted_draft_tokens": "count",
-        "schedule_s": "time",
-        "prepare_start_s": "time",
-        "device_start_s": "time",
-        "end_s": "time",
-        "graph_tokens": "count or null",
-        "predicted_outside": "count or null",
-        "logits_rows": "count or null",
-        "decode_context_tokens": "count or null",
-        "decode_context_max_tokens": "count or null",
-        "prefill_rows": "count or null",
-        "prefill_pairs": "count or null",
-        "prefill_context_tokens": "count or null",
-        "largest_chunk_tokens": "count or null",
-        "largest_chunk_context_tokens": "count or null",
-        "new_requests": "count or null",
-    },
-    "events": {
-        "time_s": "time",
-        "request_id": "text",
-        "kind": "text",
-        "reason": "text",
-        "until_s": "time",
-        "computed_tokens": "count",
-        "blocks": "count",
-    },
-    "blocks": {
-        "block_id": "count",
-        "request_id": "text",
-        "prefix_id": "text",
-        "from_s": "time",
-        "to_s": "time",
-        "ended": "text",
-        "peak_references": "count",
-    },
-    "itl": {"time_s": "time", "gap_s": "time", "samples": "count"},
-    "tokens": {"request_id": "text", "index": "count", "token_id": "count", "time_s": "time"},
-}
-"""`itl` holds the gaps between the outputs of a request, pooled: `samples` gaps of `gap_s` ended at `time_s`.
-Negative `samples` take back the gaps of a request that did not complete (aborted, or open at the end)."""
-
-SHAPE_COLUMNS = (
-    "logits_rows",
-    "decode_context_tokens",
-    "decode_context_max_tokens",
-    "prefill_rows",
-    "prefill_pairs",
-    "prefill_context_tokens",
-    "largest_chunk_tokens",
-    "largest_chunk_context_tokens",
-    "new_requests",
-)
-"""What the duration of a step depends on besides its tokens and rows (`contract.StepShape`)."""
-
-LATER_COLUMNS = frozenset(["graph_tokens", "sent_s", "predicted_outside", *SHAPE_COLUMNS])
-"""Columns that runs of this schema version may lack; they read as null then."""
-
-ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}
-"""Rows are written when they are complete; a reader sorts them by this column, ties in order of writing."""
-
-NOT_COMPARED = ("source", "predicted_", "wall_")
-"""Columns whose names begin so say where a number came from; two equal logs may differ in them."""
-
-
-class Part(Protocol):
-    """Rows that can be written as one part of a table."""
-
-    def to_arrow(self) -> pa.Table: ...
-
-
-class Columns:
-    """The rows of one table that are not written yet, column by column."""
-
-    def __init__(self, table: str) -> None:
-        self.schema = SCHEMAS[table]
-        self.values: dict[str, ColumnValues] = {name: _empty(kind) for name, kind in self.schema.items()}
-        self._appends = [column.append for column in self.values.values()]
-
-    def append(self, *row: int | float | str | None) -> None:
-        """One row, in the order of the schema: times in ns (NEVER: null), counts, texts."""
-        for append, value in zip(self._appends, row, strict=True):
-            append(value)  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(next(iter(self.values.values())))
-
-    def to_arrow(self) -> pa.Table:
-        """The rows as they stand in a part: times in seconds."""
-        import pyarrow as pa
-
-        schema = arrow_schema(self.schema)
-        arrays = [_arrow_array(self.values[name], kind) for name, kind in self.schema.items()]
-        return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def _empty(kind: Kind) -> ColumnValues:
-    return array("q") if kind in ("time", "count") else []
-
-
-def _arrow_array(values: ColumnValues, kind: Kind) -> pa.Array:
-    import numpy as np
-    import pyarrow as pa
-
-    if kind == "time":
-        ns = np.array(values, dtype=np.int64)
-        return pa.array(ns / NS_PER_S, mask=ns == NEVER)
-    if kind == "count":
-        return pa.array(np.array(values, dtype=np.int64))
-    return pa.array(values, type=_arrow_type(kind))
-
-
-def _arrow_type(kind: Kind) -> pa.DataType:
-    import pyarrow as pa
-
-    types = {"time": pa.float64(), "seconds": pa.float64(), "text": pa.string()}
-    return types.get(kind, pa.int64())
-
-
-def arrow_schema(schema: Mapping[str, Kind]) -> pa.Schema:
-    """The Arrow schema of a part."""
-    import pyarrow as pa
-
-    return pa.schema([(name, _arrow_type(kind)) for name, kind in schema.items()])
+    Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Tables(ABC):
@@ -209,12 +33,69 @@ class Tables(ABC):
         """All rows of a table, with the right columns and types also when there are none."""
         import pyarrow as pa
 
+        if table == "itl":
+            return self._gaps()
         parts = self.parts(table)
+        if table == "steps":
+            parts = [expanded(part) for part in parts]
         frame: pd.DataFrame = pa.concat_tables(
             [arrow_schema(SCHEMAS[table]).empty_table(), *parts]
         ).to_pandas()
         if table in ORDER:
             frame = frame.sort_values(ORDER[table], kind="stable", ignore_index=True)
+        return frame
+
+    def _gaps(self) -> pd.DataFrame:
+        """The pool of gaps: those over one step from the steps, the others from their own parts."""
+        import numpy as np
+        import pandas as pd
+
+        ends, regular = self._regular_gaps()
+        steps = pd.DataFrame({"time": ends, "gap": np.diff(ends, prepend=0), "samples": regular})
+        odd = self._odd_gaps()
+        pool = pd.concat([steps[steps.samples != 0], odd], ignore_index=True)
+        if len(odd):
+            pool = pool.groupby(["time", "gap"], as_index=False).samples.sum()
+            pool = pool[pool.samples != 0].reset_index(drop=True)
+        return pd.DataFrame(
+            {
+                "time_s": pool.time / NS_PER_S,
+                "gap_s": pool.gap / NS_PER_S,
+                "samples": pool.samples.astype(np.int64),
+            }
+        )
+
+    def _regular_gaps(self) -> tuple[Int64s, Int64s]:
+        """Of every step its end in ns, and the rows with a gap over this step alone, of completed requests."""
+        import numpy as np
+
+        parts = [regular_gaps(part) for part in self.parts("steps")]
+        if not parts:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        ends, regular = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        gaps = self._stored_gaps()
+        taken = gaps[gaps.from_step.notna()]
+        change = np.zeros(len(ends) + 1, dtype=np.int64)
+        np.add.at(change, taken.from_step.to_numpy(dtype=np.int64) + 1, taken.samples.to_numpy(dtype=np.int64))
+        np.add.at(change, taken.to_step.to_numpy(dtype=np.int64) + 1, -taken.samples.to_numpy(dtype=np.int64))
+        return ends, regular + np.cumsum(change)[:-1]
+
+    def _odd_gaps(self) -> pd.DataFrame:
+        """The gaps that are stored one by one: time, gap (ns), samples."""
+        import pandas as pd
+
+        gaps = self._stored_gaps()
+        gaps = gaps[gaps.from_step.isna()]
+        times, lengths = ns_array(gaps.time_s), ns_array(gaps.gap_s)
+        return pd.DataFrame(
+            {"time": times.astype("int64"), "gap": lengths.astype("int64"), "samples": gaps.samples}
+        )
+
+    def _stored_gaps(self) -> pd.DataFrame:
+        import pyarrow as pa
+
+        empty = arrow_schema(STORED_GAPS).empty_table()
+        frame: pd.DataFrame = pa.concat_tables([empty, *self.parts("itl")]).to_pandas()
         return frame
 
     @cached_property

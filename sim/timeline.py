@@ -37,10 +37,28 @@ class Timeline:
 
     def submit(self, now_ns: int, schedule_ns: int, prepare_ns: int, device_ns: int) -> StepTimes:
         """A step is handed to the worker at `now_ns`, after everything submitted before."""
-        prepare_start = max(now_ns, self._worker_free_ns)
+        prepare_start = self.prepare_start(now_ns)
         self._worker_free_ns = prepare_start + prepare_ns
         device_start = max(self._worker_free_ns, self._device_free_ns)
-        self._device_free_ns = device_start + device_ns
-        if not self._overlaps_preparation:
-            self._worker_free_ns = self._device_free_ns + self._turnaround_ns
+        self._device_ends(device_start + device_ns)
         return StepTimes(schedule_ns, prepare_start, device_start, self._device_free_ns)
+
+    def prepare_start(self, now_ns: int) -> int:
+        """When the worker begins with a step that is handed to it at `now_ns`."""
+        return max(now_ns, self._worker_free_ns)
+
+    def between_steps_ns(self, schedule_ns: int, update_ns: int) -> int:
+        """From one schedule call to the worker's beginning, where steps follow each other one at a time."""
+        if self._overlaps_preparation:
+            return schedule_ns
+        return max(schedule_ns, self._turnaround_ns - update_ns)
+
+    def skip_to(self, device_end_ns: int) -> None:
+        """Steps like the last one followed it one at a time, and the device is through with them then."""
+        self._worker_free_ns = self._device_free_ns = device_end_ns
+        self._device_ends(device_end_ns)
+
+    def _device_ends(self, device_end_ns: int) -> None:
+        self._device_free_ns = device_end_ns
+        if not self._overlaps_preparation:
+            self._worker_free_ns = device_end_ns + self._turnaround_ns

@@ -22,7 +22,7 @@ from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.runs import Run, read_run
-from servetwin.sim.tables import Part
+from servetwin.sim.columns import Part
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import ListWorkload, RequestSpec
 

@@ -15,7 +15,7 @@ from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.metrics import Distribution, distribution, summarize, timestamps
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.modelled import ModelledStepTimer
-from servetwin.sim.tables import SCHEMAS, Columns
+from servetwin.sim.columns import SCHEMAS, Columns
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads import ListWorkload, RequestSpec
 

@@ -29,7 +29,7 @@ from servetwin.sim.runs import (
 )
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
-from servetwin.sim.tables import SCHEMAS, Columns
+from servetwin.sim.columns import SCHEMAS, Columns
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads import ListWorkload, RequestSpec
 

@@ -19,7 +19,7 @@ from servetwin.sim.contract import SamplingParams, SchedulerOutput, StepResult, 
 from servetwin.sim.plugins import load
 from servetwin.sim.runs import PLANS, RunFolderError, RunWriter, read_json_lines, read_run
 from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
-from servetwin.sim.tables import SCHEMAS, Columns, arrow_schema
+from servetwin.sim.columns import SCHEMAS, Columns, arrow_schema
 from servetwin.sim.units import ns_to_seconds
 
 if TYPE_CHECKING:

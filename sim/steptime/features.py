@@ -41,6 +41,15 @@ class StepFeatures:
         """Of steps one by one."""
         return cls(*np.array(shapes, dtype=np.int64).reshape(-1, len(StepShape._fields)).T)
 
+    @classmethod
+    def growing(cls, shape: StepShape, num_steps: int) -> Self:
+        """Of a step of decode rows alone, and of those that follow it with the same rows."""
+        steps = np.arange(num_steps, dtype=np.int64)
+        columns = {name: np.full(num_steps, value, dtype=np.int64) for name, value in shape._asdict().items()}
+        columns["decode_context_tokens"] += shape.rows * steps
+        columns["decode_context_max_tokens"] += steps
+        return cls(**columns)
+
     def where(self, chosen: Bools) -> StepFeatures:
         """Some of the steps."""
         return StepFeatures(*(getattr(self, name)[chosen] for name in StepShape._fields))
@@ -59,6 +68,9 @@ class StepModel(Protocol):
         `prepare_ns(features) -> int [n]` how long the worker prepares them, `graph_tokens(features) -> int [n]` the
         padded size of those that run as a CUDA graph (0: it does not), and `overlaps_preparation = False` that the
         worker prepares none of them before the one in front of it is through, and `turnaround_ns` after that.
+
+        For speed, also optional: `duration_ns(shape) -> int` is the same for one step with tokens, and `context_ns` says
+        that a step of decode rows takes f(rows) + context_ns x decode_context_tokens, to the ns.
         """
         ...
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from servetwin.sim.contract import StepShape
 from servetwin.sim.steptime.features import Bools, StepFeatures
-from servetwin.sim.tables import SHAPE_COLUMNS
+from servetwin.sim.columns import SHAPE_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd

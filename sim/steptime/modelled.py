@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
+from dataclasses import dataclass, field
 import numpy as np
 
 from servetwin.sim.contract import SchedulerOutput, StepResult, StepShape
+from servetwin.sim.leap_times import LeapTimes
+from servetwin.sim.light_frames import StepCost
 from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.features import Bools, Ints, StepFeatures, StepModel, shape_of
 from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
@@ -31,19 +31,70 @@ class ConstantStepModel:
     def durations_ns(self, features: StepFeatures) -> Ints:
         return np.where(features.new_tokens > 0, np.int64(self.step_ns), np.int64(0))
 
+    def duration_ns(self, shape: StepShape) -> int:
+        """The same for one step with tokens."""
+        return self.step_ns
 
-class _Times(NamedTuple):
-    """What a step model says of one step."""
-
-    prepare_ns: int
-    device_ns: int
-    outside: bool
-    """It is extrapolated."""
-    graph_tokens: int | None
-    """Padded size where a graph runs."""
+    @property
+    def context_ns(self) -> int:
+        """What a token more of context costs."""
+        return 0
 
 
-_NONE = _Times(0, 0, outside=False, graph_tokens=None)
+@dataclass(frozen=True, slots=True)
+class LinearStepModel:
+    """A step takes so many ns, and so many more for each token of a prompt, decode row and token that these read."""
+
+    base_ns: int
+    prefill_token_ns: int = 0
+    decode_row_ns: int = 0
+    context_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if self.base_ns < 1 or min(self.prefill_token_ns, self.decode_row_ns, self.context_ns) < 0:
+            raise ValueError(f"base_ns must be at least 1 and the others 0 or more, got {self}")
+
+    def durations_ns(self, features: StepFeatures) -> Ints:
+        ns = (
+            self.base_ns
+            + self.prefill_token_ns * features.prefill_tokens
+            + self.decode_row_ns * features.decode_rows
+            + self.context_ns * features.decode_context_tokens
+        )
+        return np.where(features.new_tokens > 0, ns, np.int64(0))
+
+    def duration_ns(self, shape: StepShape) -> int:
+        """The same for one step with tokens."""
+        return (
+            self.base_ns
+            + self.prefill_token_ns * shape.prefill_tokens
+            + self.decode_row_ns * shape.decode_rows
+            + self.context_ns * shape.decode_context_tokens
+        )
+
+
+LEAP_AT_MOST = 256
+"""Steps of a leap whose times are computed one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeapCosts:
+    """What the steps of a leap cost."""
+
+    first: StepCost
+    num_steps: int
+    growth_ns: int
+    """By which device time grows from one to the next, where `each_ns` is empty."""
+    each_ns: list[int] = field(default_factory=list)
+
+    def times(self, around_ns: int) -> LeapTimes:
+        """With so much time around each step on the device."""
+        if self.each_ns:
+            return LeapTimes(0, 0, [around_ns + ns for ns in self.each_ns])
+        return LeapTimes(around_ns + self.first.device_ns, self.growth_ns)
+
+
+NO_COST = StepCost(0, 0)
 
 
 class ModelledStepTimer:
@@ -55,44 +106,79 @@ class ModelledStepTimer:
     def __init__(
         self, model: StepModel, tokens: TokenSource, source: str, drafts: DraftModel | None = None
     ) -> None:
-        self._model = model
+        self.model = model
+        self._duration: Callable[[StepShape], int] = getattr(model, "duration_ns", self._one_of_many)
         self._outside: Callable[[StepFeatures], Bools] | None = getattr(model, "outside", None)
         self._prepare: Callable[[StepFeatures], Ints] | None = getattr(model, "prepare_ns", None)
         self.overlaps_preparation = bool(getattr(model, "overlaps_preparation", True))
         self.turnaround_ns = int(getattr(model, "turnaround_ns", 0))
         self._graph_tokens: Callable[[StepFeatures], Ints] | None = getattr(model, "graph_tokens", None)
-        self._drafts = drafts
+        self._context_ns: int | None = getattr(model, "context_ns", None)
+        self._is_bare = self._outside is self._prepare is self._graph_tokens is None
+        self.drafts = drafts
         self._tokens = tokens
-        self._source = source
+        self.source = source
         self._reader = PlanReader()
 
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = self._reader.rows(plan)
         shape = shape_of(rows, num_admitted(plan))
-        times = self._times(shape) if rows else _NONE
-        output, draft_token_ids = sampled_output(plan, rows, self._tokens, self._drafts)
+        times = self.cost(shape)
+        output, draft_token_ids = sampled_output(plan, rows, self._tokens, self.drafts)
         return StepResult(
             times.prepare_ns,
             times.device_ns,
             output,
-            self._source,
+            self.source,
             graph_tokens=times.graph_tokens,
             draft_token_ids=draft_token_ids,
             shape=shape,
             outside=times.outside,
         )
 
-    def _times(self, shape: StepShape) -> _Times:
-        features = StepFeatures.of([shape])
-        duration = int(self._model.durations_ns(features)[0])
+    def cost(self, shape: StepShape) -> StepCost:
+        """What the model says of one step."""
+        if not shape.rows:
+            return NO_COST
+        duration = self._duration(shape)
         if duration < 1:
             raise ValueError(
-                f"the step model {self._source!r} gives {duration} ns for a step of {shape.new_tokens} tokens; "
+                f"the step model {self.source!r} gives {duration} ns for a step of {shape.new_tokens} tokens; "
                 "a step with tokens must take at least 1 ns"
             )
-        return _Times(
+        if self._is_bare:
+            return StepCost(0, duration)
+        features = StepFeatures.of([shape])
+        return StepCost(
             0 if self._prepare is None else int(self._prepare(features)[0]),
             duration,
             self._outside is not None and bool(self._outside(features)[0]),
             None if self._graph_tokens is None else int(self._graph_tokens(features)[0]) or None,
         )
+
+    def _one_of_many(self, shape: StepShape) -> int:
+        return int(self.model.durations_ns(StepFeatures.of([shape]))[0])
+
+    def leap_costs(self, shape: StepShape, most: int, wanted_ns: int | None) -> LeapCosts:
+        """Of the steps of a leap whose first has this shape: `most`, or fewer that take `wanted_ns` or cannot be told.
+
+        Fewer also where the model says of a later one anything else than its duration.
+        """
+        first = self.cost(shape)
+        if self._context_ns is not None and self._is_bare:
+            return LeapCosts(first, most, self._context_ns * shape.rows)
+        steps = min(most, LEAP_AT_MOST)
+        if wanted_ns is not None:
+            # As if they grew no longer: a few more than needed.
+            steps = min(steps, wanted_ns // first.device_ns + 2)
+        features = StepFeatures.growing(shape, steps)
+        each = self.model.durations_ns(features)
+        if each.min(initial=1) < 1:
+            steps = int((each < 1).argmax())
+        for name in ("outside", "prepare_ns", "graph_tokens"):
+            ask = getattr(self.model, name, None)
+            if ask is not None:
+                said = ask(features)[:steps]
+                other = said != said[0]
+                steps = int(other.argmax()) if other.any() else steps
+        return LeapCosts(first, steps, 0, each[:steps].tolist())

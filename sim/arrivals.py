@@ -1,0 +1,49 @@
+"""The client's side of an engine: which request is sent next, and when."""
+
+from __future__ import annotations
+
+import heapq
+
+from servetwin.sim.units import seconds_to_ns
+from servetwin.workloads.spec import RequestSpec, Workload
+
+
+class Arrivals:
+    """The client's side: requests that the workload has named and that have not been sent, earliest first."""
+
+    def __init__(self, workload: Workload, max_concurrency: int | None) -> None:
+        self._workload = workload
+        self._open_loop = bool(getattr(workload, "open_loop", False))
+        self._ahead: list[tuple[int, int, RequestSpec]] = []
+        self._count = 0
+        self._free = float("inf") if max_concurrency is None else max_concurrency
+        self._free_since_ns = 0
+        self._pull()
+
+    def next_ns(self) -> int | None:
+        """When the next request is sent; None when none is known, or all that may be are in flight."""
+        if not self._ahead or self._free < 1:
+            return None
+        return max(self._ahead[0][0], self._free_since_ns)
+
+    def pop(self) -> tuple[RequestSpec, int]:
+        """The next request, and when it is sent: at its arrival, or when another's end let it go."""
+        arrival_ns, _, spec = heapq.heappop(self._ahead)
+        self._free -= 1
+        self._pull()
+        return spec, max(arrival_ns, self._free_since_ns)
+
+    def finished(self, request_id: str, now_ns: int) -> None:
+        if self._free < 1:
+            self._free_since_ns = now_ns
+        self._free += 1
+        self._workload.finished(request_id, now_ns)
+        if not self._open_loop or not self._ahead:
+            # A closed loop may now know a request that is due before those it named already.
+            self._pull()
+
+    def _pull(self) -> None:
+        spec = self._workload.next()
+        if spec is not None:
+            self._count += 1
+            heapq.heappush(self._ahead, (seconds_to_ns(spec.arrival_s), self._count, spec))

@@ -1,0 +1,202 @@
+"""The tables of the event log: their columns, and their buffers while a run goes on.
+
+A buffer holds integer nanoseconds; they become seconds (one division) when a part is made of it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from servetwin.sim.units import NS_PER_S
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    ColumnValues = array[int] | list[str | None] | list[float | None]
+
+NEVER = -1
+"""In a column of times: it has not happened. Simulated time is never negative; a part says null."""
+
+Kind = Literal["time", "count", "count or null", "text", "seconds"]
+"""time: integer ns in the buffer, seconds in a part; count: an integer; count or null: an integer or None; text: a
+string or None; seconds: a float or None that was never on the clock."""
+
+SCHEMAS: dict[str, dict[str, Kind]] = {
+    "requests": {
+        "request_id": "text",
+        "num_prompt_tokens": "count",
+        "num_output_tokens": "count",
+        "arrival_s": "time",
+        "queued_s": "time",
+        "first_scheduled_s": "time",
+        "first_token_s": "time",
+        "last_token_s": "time",
+        "finish_s": "time",
+        "preemptions": "count",
+        "cached_tokens": "count",
+        "recomputed_tokens": "count",
+        "finish_reason": "text",
+        "priority": "count",
+        "session_id": "text",
+        "client_id": "text",
+        "sent_s": "time",
+    },
+    "steps": {
+        "start_s": "time",
+        "prepare_s": "time",
+        "device_s": "time",
+        "host_s": "time",
+        "source": "text",
+        "predicted_s": "seconds",
+        "prefill_tokens": "count",
+        "decode_tokens": "count",
+        "rows": "count",
+        "decode_rows": "count",
+        "running": "count",
+        "waiting": "count",
+        "used_blocks": "count",
+        "cached_free_blocks": "count",
+        "free_blocks": "count",
+        "preemptions": "count",
+        "evictions": "count",
+        "prefix_query_tokens": "count",
+        "prefix_hit_tokens": "count",
+        "preempted_query_tokens": "count",
+        "preempted_hit_tokens": "count",
+        "recomputed_tokens": "count",
+        "draft_rows": "count",
+        "draft_tokens": "count",
+        "accepted_draft_tokens": "count",
+        "schedule_s": "time",
+        "prepare_start_s": "time",
+        "device_start_s": "time",
+        "end_s": "time",
+        "graph_tokens": "count or null",
+        "predicted_outside": "count or null",
+        "logits_rows": "count or null",
+        "decode_context_tokens": "count or null",
+        "decode_context_max_tokens": "count or null",
+        "prefill_rows": "count or null",
+        "prefill_pairs": "count or null",
+        "prefill_context_tokens": "count or null",
+        "largest_chunk_tokens": "count or null",
+        "largest_chunk_context_tokens": "count or null",
+        "new_requests": "count or null",
+    },
+    "events": {
+        "time_s": "time",
+        "request_id": "text",
+        "kind": "text",
+        "reason": "text",
+        "until_s": "time",
+        "computed_tokens": "count",
+        "blocks": "count",
+    },
+    "blocks": {
+        "block_id": "count",
+        "request_id": "text",
+        "prefix_id": "text",
+        "from_s": "time",
+        "to_s": "time",
+        "ended": "text",
+        "peak_references": "count",
+    },
+    "itl": {"time_s": "time", "gap_s": "time", "samples": "count"},
+    "tokens": {"request_id": "text", "index": "count", "token_id": "count", "time_s": "time"},
+}
+"""`itl` holds the gaps between the outputs of a request, pooled: `samples` gaps of `gap_s` ended at `time_s`, of requests
+that completed."""
+
+STORED_GAPS: dict[str, Kind] = {**SCHEMAS["itl"], "from_step": "count or null", "to_step": "count or null"}
+"""`itl` as its parts have it: only gaps over more than one step stand there with their times, the others follow from the
+steps (`step_rows.regular_gaps`). Negative `samples` take back those of a request that did not complete (aborted, or open
+at the end): one gap, or one for each step from `from_step + 1` to `to_step` (rows of the table of steps)."""
+
+SHAPE_COLUMNS = (
+    "logits_rows",
+    "decode_context_tokens",
+    "decode_context_max_tokens",
+    "prefill_rows",
+    "prefill_pairs",
+    "prefill_context_tokens",
+    "largest_chunk_tokens",
+    "largest_chunk_context_tokens",
+    "new_requests",
+)
+"""What the duration of a step depends on besides its tokens and rows (`contract.StepShape`)."""
+
+LATER_COLUMNS = frozenset(["graph_tokens", "sent_s", "predicted_outside", *SHAPE_COLUMNS])
+"""Columns that runs of this schema version may lack; they read as null then."""
+
+ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}
+"""Rows are written when they are complete; a reader sorts them by this column, ties in order of writing."""
+
+NOT_COMPARED = ("source", "predicted_", "wall_")
+"""Columns whose names begin so say where a number came from; two equal logs may differ in them."""
+
+
+PARTS: dict[str, dict[str, Kind]] = {"itl": STORED_GAPS}
+"""Tables that a reader makes of more columns than it shows (steps: `sim/step_rows.py`)."""
+
+
+class Part(Protocol):
+    """Rows that can be written as one part of a table."""
+
+    def to_arrow(self) -> pa.Table: ...
+
+
+class Columns:
+    """The rows of one table that are not written yet, column by column."""
+
+    def __init__(self, table: str) -> None:
+        self.schema = PARTS.get(table, SCHEMAS[table])
+        self.values: dict[str, ColumnValues] = {name: _empty(kind) for name, kind in self.schema.items()}
+        self._appends = [column.append for column in self.values.values()]
+
+    def append(self, *row: int | float | str | None) -> None:
+        """One row, in the order of the schema: times in ns (NEVER: null), counts, texts."""
+        for append, value in zip(self._appends, row, strict=True):
+            append(value)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+    def to_arrow(self) -> pa.Table:
+        """The rows as they stand in a part: times in seconds."""
+        import pyarrow as pa
+
+        schema = arrow_schema(self.schema)
+        arrays = [_arrow_array(self.values[name], kind) for name, kind in self.schema.items()]
+        return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _empty(kind: Kind) -> ColumnValues:
+    return array("q") if kind in ("time", "count") else []
+
+
+def _arrow_array(values: ColumnValues, kind: Kind) -> pa.Array:
+    import numpy as np
+    import pyarrow as pa
+
+    if kind == "time":
+        ns = np.array(values, dtype=np.int64)
+        return pa.array(ns / NS_PER_S, mask=ns == NEVER)
+    if kind == "count":
+        return pa.array(np.array(values, dtype=np.int64))
+    return pa.array(values, type=_arrow_type(kind))
+
+
+def _arrow_type(kind: Kind) -> pa.DataType:
+    import pyarrow as pa
+
+    types = {"time": pa.float64(), "seconds": pa.float64(), "text": pa.string()}
+    return types.get(kind, pa.int64())
+
+
+def arrow_schema(schema: Mapping[str, Kind]) -> pa.Schema:
+    """The Arrow schema of a part."""
+    import pyarrow as pa
+
+    return pa.schema([(name, _arrow_type(kind)) for name, kind in schema.items()])

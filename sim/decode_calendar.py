@@ -1,0 +1,119 @@
+"""Plain decodes by what they will need and when, so that a step touches only the few that need something.
+
+A decode far from every limit computes one token in each step. So it is enough to know when it joined: in step D it has
+`base + D` computed tokens. What it needs comes round every `block_size` steps, and its last step is known from the
+start. Nothing is written to a request while it is here, but for its blocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from servetwin.sim.request import Request
+
+_in_order = attrgetter("place")
+_WORTH_CLEARING = 64
+"""Entries of rows that are gone, beyond a few for each row that is there."""
+
+
+class DecodeCalendar:
+    """The sleeping rows of one engine, in running order wherever order matters.
+
+    Steps are numbered as the engine's schedule calls are. A row's `base` is its computed tokens before step 0, as if it
+    had decoded from there; `last_step` the step that computes its last token but one.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._phases: list[list[Request]] = [[] for _ in range(block_size)]
+        """By the steps (modulo the block size) in which a row begins a block."""
+        self.num_rows = 0
+        self._base_sum = 0
+        self._ends: dict[int, list[Request]] = {}
+        self._end_steps: list[int] = []
+        self._longest: list[tuple[int, int, Request]] = []
+
+    def add(self, request: Request) -> None:
+        """A row whose `base`, `last_step` and `place` are set."""
+        request.asleep = request.counted = True
+        self.num_rows += 1
+        self._base_sum += request.base
+        insort(self._phases[-request.base % self._block_size], request, key=_in_order)
+        ends = self._ends.get(request.last_step)
+        if ends is None:
+            self._ends[request.last_step] = [request]
+            heapq.heappush(self._end_steps, request.last_step)
+        else:
+            insort(ends, request, key=_in_order)
+        if len(self._longest) > 4 * self.num_rows + _WORTH_CLEARING:
+            self._longest = [entry for entry in self._longest if _is_current(entry)]
+            heapq.heapify(self._longest)
+        heapq.heappush(self._longest, (-request.base, request.place, request))
+
+    def remove(self, request: Request) -> None:
+        """A row that takes part in no further step."""
+        request.asleep = False
+        if request.counted:
+            self._uncount(request)
+        ends = self._ends[request.last_step]
+        ends.remove(request)
+        if not ends:
+            del self._ends[request.last_step]
+
+    def leave_batch(self, step: int) -> None:
+        """Rows whose last step was before `step` wait for its token: they keep their seat, and are in no step."""
+        for request in self._ends.get(step - 1, ()):
+            if request.counted:
+                self._uncount(request)
+
+    def _uncount(self, request: Request) -> None:
+        request.counted = False
+        self.num_rows -= 1
+        self._base_sum -= request.base
+        self._phases[-request.base % self._block_size].remove(request)
+
+    def ending(self, step: int) -> list[Request]:
+        """The rows whose last step this is, in running order."""
+        return list(self._ends.get(step, ()))
+
+    def next_end(self) -> int:
+        """The first step that is some row's last. There must be a row."""
+        while self._end_steps[0] not in self._ends:
+            heapq.heappop(self._end_steps)
+        return self._end_steps[0]
+
+    def beginning_block(self, step: int) -> list[Request]:
+        """The rows whose token of this step is the first of a block, in running order (not to be changed)."""
+        return self._phases[step % self._block_size]
+
+    def filling_block(self, step: int) -> list[Request]:
+        """The rows whose token of this step is the last of a block, in running order (not to be changed)."""
+        return self._phases[(step + 1) % self._block_size]
+
+    def blocks_begun(self, step: int, num_steps: int) -> int:
+        """Blocks that the rows begin in so many steps from `step` on."""
+        rounds, rest = divmod(num_steps, self._block_size)
+        return rounds * self.num_rows + sum(len(self.beginning_block(step + i)) for i in range(rest))
+
+    def context(self, step: int) -> tuple[int, int]:
+        """Tokens that the attention of this step reads, its new ones included: of all rows, and of the longest row."""
+        if not self.num_rows:
+            return 0, 0
+        longest = self._longest
+        while not _is_current(longest[0]):
+            heapq.heappop(longest)
+        return self._base_sum + self.num_rows * (step + 1), step + 1 - longest[0][0]
+
+    def __iter__(self) -> Iterator[Request]:
+        """All rows, those that have left the batch included, in no order."""
+        for ends in self._ends.values():
+            yield from ends
+
+
+def _is_current(entry: tuple[int, int, Request]) -> bool:
+    """The row is still there, and has not joined anew since."""
+    negative_base, place, request = entry
+    return request.asleep and request.counted and request.base == -negative_base and request.place == place

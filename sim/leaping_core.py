@@ -1,0 +1,44 @@
+"""An engine core over a scheduler whose plain decodes sleep: steps without plans, for modelled step times."""
+
+from __future__ import annotations
+
+from servetwin.sim.config import EngineConfig
+from servetwin.sim.engine_core import Core
+from servetwin.sim.leaping_scheduler import LeapingAsyncScheduler, LeapingScheduler
+from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs
+from servetwin.sim.policy import SchedulingPolicy
+from servetwin.sim.token_source import TokenSource
+
+
+class LeapingCore(Core[LightFrame]):
+    """One engine. Arguments as for `LeapingScheduler`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: SchedulingPolicy | None = None,
+        *,
+        tokens: TokenSource,
+        journal: bool = False,
+    ) -> None:
+        kind = LeapingAsyncScheduler if config.scheduler.async_scheduling else LeapingScheduler
+        self.leaping = kind(config, policy, tokens=tokens, journal=journal)
+        super().__init__(config, self.leaping)
+        self.in_flight = self.leaping.in_flight
+
+    def complete(self, frame: LightFrame) -> LightOutputs:
+        """Takes in the tokens of the oldest step in flight."""
+        assert self.in_flight and self.in_flight[0] is frame, "steps complete in the order in which they began"
+        return self.leaping.take_in(frame)
+
+    def _schedule(self, number: int, now: int) -> LightFrame:
+        return self.leaping.light(number, now)
+
+    def leapt(self, leap: Leap, now: int) -> LightFrame:
+        """The last step of a leap that began at `now`, in flight: its rows get their tokens when it is complete."""
+        self._next_step += leap.num_steps
+        frame = LightFrame(
+            self._next_step - 1, now, leap.record, [], leap.shape.rows, leap.shape, 0, [], reports=False
+        )
+        self.in_flight.append(frame)
+        return frame

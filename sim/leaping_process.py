@@ -1,0 +1,188 @@
+"""The SimPy driver of one engine with modelled step times: steps without plans, and leaps over those that are alike."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from itertools import islice
+from typing import Any, NamedTuple
+
+import simpy
+
+from servetwin.sim.driver import Driver, SamplingOf
+from servetwin.sim.events import EventLog
+from servetwin.sim.host_model import LinearHostModel
+from servetwin.sim.leap_times import LeapTimes
+from servetwin.sim.leaping_core import LeapingCore
+from servetwin.sim.light_frames import LightFrame, LightOutputs, StepCost
+from servetwin.sim.request import Request
+from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.timeline import StepTimes
+from servetwin.sim.token_source import TokenSource
+from servetwin.workloads.spec import RequestSpec, Workload
+
+OnProgress = Callable[[int, int, int], None]
+"""Takes steps, requests that ended with them, and the simulated time in ns."""
+
+
+class Submitted(NamedTuple):
+    """A step in flight."""
+
+    frame: LightFrame
+    cost: StepCost
+    times: StepTimes
+
+
+class LeapingProcess(Driver[LightFrame]):
+    """Arguments as for `Driver`. `leaps`: take many steps at once; without it the log is the same."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        core: LeapingCore,
+        timer: ModelledStepTimer,
+        workload: Workload,
+        log: EventLog,
+        *,
+        tokens: TokenSource,
+        sampling: SamplingOf,
+        host: LinearHostModel | None = None,
+        on_request: Callable[[RequestSpec], None] | None = None,
+        on_progress: OnProgress | None = None,
+        cache_resets_ns: Iterable[int] = (),
+        max_concurrency: int | None = None,
+        leaps: bool = True,
+    ) -> None:
+        super().__init__(
+            env,
+            core,
+            timer,
+            workload,
+            log,
+            tokens=tokens,
+            sampling=sampling,
+            on_request=on_request,
+            cache_resets_ns=cache_resets_ns,
+            max_concurrency=max_concurrency,
+        )
+        self._engine, self._scheduler = core, core.leaping
+        self._timer = timer
+        self._host = host or LinearHostModel()
+        self._on_progress = on_progress
+        self._leaps = leaps
+        self._submitted: deque[Submitted] = deque()
+        self.num_leapt = 0
+        """Steps that were part of a leap."""
+
+    # ------------------------------------------------------------ one step
+
+    def _submit(self, frame: LightFrame) -> Generator[simpy.Event, Any, None]:
+        if frame.woken:
+            self.log.woke(frame.woken)
+        self.log.decided(frame.record, frame.start_ns)
+        self._log_blocks()
+        schedule_ns = self._host.schedule_of(frame.shape.rows, frame.num_new)
+        if schedule_ns:
+            yield self.env.timeout(schedule_ns)
+        cost = self._timer.cost(frame.shape)
+        times = self._timeline.submit(self.now, schedule_ns, cost.prepare_ns, cost.device_ns)
+        self._submitted.append(Submitted(frame, cost, times))
+
+    def _complete(self) -> Generator[simpy.Event, Any, None]:
+        frame, cost, times = self._submitted.popleft()
+        times.update_ns = self._host.update_of(frame.shape.rows)
+        delay = max(times.device_end_ns - self.now, 0) + times.update_ns
+        if delay:
+            yield self.env.timeout(delay)
+        self._abort_due()
+        outputs = self._engine.complete(frame)
+        self.log.stepped_lightly(frame, cost, self._timer.source, times, self.now, outputs)
+        self._finish(1, outputs)
+        if outputs.regular or outputs.awake.new_token_ids:
+            self._guard.progress()
+        else:
+            tokens, preemptions = frame.shape.new_tokens, len(frame.record.preempted)
+            self._guard.no_output(
+                frame.step, tokens, preemptions, self.core.scheduler.requests.values()
+            )
+
+    def _finish(self, num_steps: int, outputs: LightOutputs) -> None:
+        """After an update: whoever ended is gone."""
+        self._log_blocks()
+        for request_id in outputs.awake.finished:
+            self._ended(request_id)
+        if self._on_progress is not None:
+            self._on_progress(num_steps, len(outputs.awake.finished), self.now)
+
+    def _abort(self, request: Request) -> None:
+        if request.asleep:
+            self.log.woke([self._scheduler.rouse(request)])
+        super()._abort(request)
+
+    # ------------------------------------------------------------ leaps
+
+    def _leap(self) -> Generator[simpy.Event, Any, None] | None:
+        if not self._leaps or self.core.in_flight:
+            return None
+        most = self._scheduler.leap_length()
+        return self._try_leap(most) if most else None
+
+    def _try_leap(self, most: int) -> Generator[simpy.Event, Any, None] | None:
+        """A leap of at most so many steps, if there is one."""
+        now, host, timeline = self.now, self._host, self._timeline
+        shape = self._scheduler.leap_shape()
+        schedule_ns, update_ns = host.schedule_of(shape.rows, 0), host.update_of(shape.rows)
+        between_ns = timeline.between_steps_ns(schedule_ns, update_ns)
+        if timeline.prepare_start(now + schedule_ns) != now + between_ns:
+            # The worker is not ready yet: the first step would be longer than its like.
+            return None
+        wanted_ns = self._next_event_ns()
+        costs = self._timer.leap_costs(shape, most, None if wanted_ns is None else wanted_ns - now)
+        around_ns = between_ns + costs.first.prepare_ns + update_ns
+        leap_times = costs.times(around_ns)
+        steps = self._num_steps(leap_times, costs.num_steps, wanted_ns)
+        if not steps:
+            return None
+        begun = None
+        if self.core.scheduler.kv.pool.journal is not None:
+            self._log_blocks()
+
+            def begun(i: int) -> None:
+                changes = self.core.drain_block_changes()
+                self.log.block_changes(changes, now + leap_times.duration_ns(i))
+
+        leap = self._scheduler.leap(steps, begun)
+        if leap is None:
+            return None
+        leap.growth_ns, leap.each_device_ns = costs.growth_ns, costs.each_ns[: leap.num_steps]
+        times = timeline.submit(now + schedule_ns, schedule_ns, costs.first.prepare_ns, costs.first.device_ns)
+        times.update_ns = update_ns
+        frame = self._engine.leapt(leap, now)
+        end_ns = now + leap_times.duration_ns(leap.num_steps)
+        timeline.skip_to(end_ns - update_ns)
+
+        def steps_taken() -> Generator[simpy.Event, Any, None]:
+            yield self.env.timeout(end_ns - now)
+            outputs = self._engine.complete(frame)
+            self.log.leapt(leap, costs.first, self._timer.source, now, times, end_ns, outputs)
+            self.num_leapt += leap.num_steps
+            self._finish(leap.num_steps, outputs)
+            self._guard.progress()
+
+        return steps_taken()
+
+    def _next_event_ns(self) -> int | None:
+        """When something comes that a step boundary has to take notice of."""
+        times = [*islice(self._cache_resets, 1)]
+        if (arrival := self._arrivals.next_ns()) is not None:
+            times.append(arrival)
+        return min(times, default=None)
+
+    def _num_steps(self, times: LeapTimes, most: int, event_ns: int | None) -> int:
+        """Up to the first boundary at or after the next event; aborts must lie behind the last boundary."""
+        steps = most if event_ns is None else times.steps_until(event_ns - self.now, most)
+        if self._aborts:
+            abort_ns = self._aborts[0][0] - self.now
+            if times.duration_ns(steps) >= abort_ns:
+                steps = times.steps_until(abort_ns, steps) - 1
+        return steps

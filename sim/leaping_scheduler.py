@@ -1,0 +1,445 @@
+"""A scheduler that does not look at its plain decodes in every step: the same decisions, for a modelled step time.
+
+The rules are those of `sim/scheduler.py` and `sim/async_scheduler.py`, which this only feeds: plain decodes sleep in a
+calendar (`sim/decode_calendar.py`), a step serves those of them that begin or fill a block, and the few rows that are
+awake (prompts in chunks, newcomers). Where that is not enough - blocks or budget are short - all rows wake and the
+ordinary passes decide. No plan is written: nobody runs it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from servetwin.sim.async_scheduler import AsyncScheduler
+from servetwin.sim.config import EngineConfig
+from servetwin.sim.contract import StepShape
+from servetwin.sim.decode_calendar import DecodeCalendar
+from servetwin.sim.kv_cache_manager import cdiv
+from servetwin.sim.light_frames import AwakeRow, Ended, Leap, LightFrame, LightOutputs, Woken
+from servetwin.sim.policy import SchedulingPolicy
+from servetwin.sim.records import ScheduleRecord, WaitReason
+from servetwin.sim.request import Request, RequestStatus
+from servetwin.sim.scheduler import Scheduler
+from servetwin.sim.step import Step
+from servetwin.sim.steptime.features import shape_of
+from servetwin.sim.steptime.plan_rows import PlanRow
+from servetwin.sim.token_source import TokenSource
+
+_in_order = attrgetter("place")
+_NOTHING = shape_of(())
+"""A step without rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stuck:
+    """The head of the queue cannot come in before somebody ends."""
+
+    request_id: str
+    reason: WaitReason
+    blocks: int
+    """Free blocks below which the reason would be another."""
+
+
+class LeapingScheduler(Scheduler):
+    """Arguments as for `Scheduler`; `tokens`: where outputs come from. For policies that `may_leap` allows."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        policy: SchedulingPolicy | None = None,
+        *,
+        tokens: TokenSource,
+        journal: bool = False,
+    ) -> None:
+        super().__init__(config, policy, plan_tokens=False, journal=journal)
+        self.calendar = DecodeCalendar(config.cache.block_size)
+        self.in_flight: deque[LightFrame] = deque()
+        """The steps begun and not complete, oldest first (kept by the core)."""
+        self.awake: list[Request] = []
+        """The running requests that do not sleep, in running order."""
+        self._tokens = tokens
+        self._num_placed = 0
+        self._number = 0
+        """The next step."""
+        self._woken: list[Woken] = []
+        self._stuck: _Stuck | None = None
+        self._order_changes = bool(getattr(self.policy, "dynamic_order", False))
+
+    # ------------------------------------------------------------ schedule
+
+    def light(self, number: int, now: int) -> LightFrame:
+        """Decides step `number` at simulated time `now` (ns)."""
+        self._number = number
+        self.calendar.leave_batch(number)
+        step = Step(budget=self.config.scheduler.token_budget)
+        evictions, reports = self.kv.pool.num_evictions, bool(self.finished_req_ids)
+        self._decide(step, now)
+        self._count(step, evictions)
+        sleeping = self.calendar.num_rows
+        step.record.decode_tokens += sleeping
+        step.record.decode_rows += sleeping
+        requests = [self.requests[request_id] for request_id in step.num_scheduled_tokens]
+        shape = self._shape(step, requests)
+        self._advance(step)
+        frame = LightFrame(
+            number,
+            now,
+            step.record,
+            [AwakeRow(r.place, r, not r.is_prefill_chunk) for r in requests],
+            sleeping,
+            shape,
+            len(step.new) + (len(step.resumed) if self.config.scheduler.use_v2_model_runner else 0),
+            self._woken,
+            reports,
+        )
+        self._woken = []
+        self._number = number + 1
+        self._stuck = self._find_stuck(step) if self.waiting else None
+        if self._counts_ahead:
+            self._lull(requests, number + 1)
+        return frame
+
+    def add_request(self, request: Request, now: int) -> None:
+        self._stuck = None
+        super().add_request(request, now)
+        shares = self.kv.enable_caching and not request.is_private
+        if shares or request.stop_tokens:
+            request.keeps_tokens = True
+
+    def _end(self, request: Request, status: RequestStatus) -> None:
+        self._stuck = None
+        super()._end(request, status)
+
+    def _find_stuck(self, step: Step) -> _Stuck | None:
+        """Whether the step's reason for keeping the head of the queue out holds for all like steps after it."""
+        head, reason = step.record.head, step.record.head_reason
+        if head is None or step.asked or step.record.preempted or self._order_changes:
+            return None
+        if reason is WaitReason.SEATS:
+            return _Stuck(head, reason, 0)
+        # With prefix caching every refusal is a look-up that counts, and what it finds may change.
+        if self.kv.enable_caching or reason not in (WaitReason.BLOCKS, WaitReason.GATE):
+            return None
+        if reason is WaitReason.BLOCKS:
+            return _Stuck(head, reason, 0)
+        request = self.requests[head]
+        num_tokens = self._first_tokens(request, 0, self.config.scheduler.token_budget - self.calendar.num_rows)
+        return None if num_tokens is None else _Stuck(head, reason, self._blocks_for(request, num_tokens))
+
+    # ------------------------------------------------------------ leaps
+
+    def leap_length(self) -> int:
+        """Steps, from the next one on, that are nothing but the tokens of the rows that sleep; the last of them ends one.
+
+        0 where the next step may be more than that.
+        """
+        calendar = self.calendar
+        rows = calendar.num_rows
+        if not rows or self.awake or rows > self.config.scheduler.token_budget:
+            return 0
+        if self.waiting and self._stuck is None:
+            return 0
+        return calendar.next_end() - self._number + 1
+
+    def leap_shape(self) -> StepShape:
+        """Of the next step, where it is one of a leap."""
+        return self.with_sleepers(_NOTHING, self._number)
+
+    def leap(self, num_steps: int, begun: Callable[[int], None] | None) -> Leap | None:
+        """Takes at most so many steps of those that `leap_length` found; None where blocks are short for the first.
+
+        `begun`: told of every step (0, 1, ...) when its blocks are taken.
+        """
+        pool, calendar, number = self.kv.pool, self.calendar, self._number
+        spare = pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
+        if calendar.blocks_begun(number, num_steps) > spare:
+            num_steps = self._steps_with(spare)
+        if not num_steps:
+            return None
+        record = ScheduleRecord()
+        leap = Leap(num_steps, record, self.leap_shape())
+        self.finished_req_ids = set()
+        for i in range(num_steps):
+            self._leap_step(i, leap)
+            if begun is not None:
+                begun(i)
+        self._number = number + num_steps
+        return leap
+
+    def _steps_with(self, blocks: int) -> int:
+        """Steps from the next one on that so many blocks are enough for; a few less at most, so that the end comes near."""
+        steps = 0
+        while (blocks := blocks - len(self.calendar.beginning_block(self._number + steps))) >= 0:
+            steps += 1
+        return steps
+
+    def _leap_step(self, i: int, leap: Leap) -> None:
+        pool, number = self.kv.pool, self._number + i
+        beginning = self.calendar.beginning_block(number)
+        due = self._due(beginning, number) if self.kv.enable_caching else beginning
+        evictions = pool.num_evictions
+        if due:
+            self._serve_sleepers(due, number)
+        if not i:
+            self._count_leap(leap, pool.num_evictions - evictions)
+        elif due:
+            leap.blocks_begun_at += [i] * len(beginning)
+            leap.evictions_at += [i] * (pool.num_evictions - evictions)
+
+    def _count_leap(self, leap: Leap, evictions: int) -> None:
+        """The record of the first step of a leap."""
+        record, pool = leap.record, self.kv.pool
+        record.decode_rows = record.decode_tokens = self.calendar.num_rows
+        record.running, record.waiting = len(self.running), len(self.waiting)
+        record.cached_free_blocks = pool.num_cached_free
+        record.free_blocks = pool.num_free - pool.num_cached_free
+        record.used_blocks = self.config.cache.usable_blocks - pool.num_free
+        record.evictions = evictions
+
+    # ------------------------------------------------------------ one step
+
+    def _running_pass(self, step: Step, now: int) -> None:
+        """The calendar's way where it leads to the same end, else the ordinary one."""
+        if not self._calendar_pass(step):
+            self._wake_all()
+            super()._running_pass(step, now)
+            self.awake = list(self.running)
+
+    def _calendar_pass(self, step: Step) -> bool:
+        """Serves the sleepers that are due and the rows that are awake; False, with nothing changed, if it cannot."""
+        calendar, number = self.calendar, self._number
+        budget = step.budget - calendar.num_rows
+        if budget < 0:
+            return False
+        shares = self._shares(step.budget, budget) if self.awake else []
+        if shares is None:
+            return False
+        due = calendar.beginning_block(number)
+        needed = len(due) + sum(self._blocks_for(request, n) for request, n in shares)
+        if needed > self.kv.pool.num_free:
+            return False
+        if self.kv.enable_caching:
+            due = self._due(due, number)
+        self._serve(due, shares, step)
+        step.budget -= calendar.num_rows
+        return True
+
+    def _due(self, beginning: list[Request], number: int) -> list[Request]:
+        """The sleepers that have to do with blocks in this step, in running order."""
+        # Asynchronous scheduling hashes a block in the step that begins the next one: its tokens are known then.
+        filling = [] if self._counts_ahead else self.calendar.filling_block(number)
+        if not beginning or beginning is filling:
+            return filling
+        return sorted([*beginning, *filling], key=_in_order) if filling else beginning
+
+    def _shares(self, budget: int, left: int) -> list[tuple[Request, int]] | None:
+        """Tokens for the rows that are awake, of `left`; None where it matters who comes first."""
+        wants = [(r, n) for r in self.awake if (n := self._next_tokens(r, budget)) > 0]
+        total = sum(n for _, n in wants)
+        if total <= left:
+            return wants
+        request, n = wants[-1]
+        rest = left - (total - n)
+        if request is self.running[-1] and rest > 0:
+            return [*wants[:-1], (request, rest)]
+        return None
+
+    def _blocks_for(self, request: Request, num_tokens: int) -> int:
+        slots = min(request.num_computed_tokens + num_tokens, self.config.model.max_model_len)
+        return max(cdiv(slots, self.kv.block_size) - len(request.block_ids), 0)
+
+    def _serve(self, due: list[Request], shares: list[tuple[Request, int]], step: Step) -> None:
+        """Blocks, in running order; there are enough."""
+        step_number = self._number
+        if not shares:
+            if due:
+                self._serve_sleepers(due, step_number)
+            return
+        turns = sorted([(r.place, r, 0) for r in due] + [(r.place, r, n) for r, n in shares])
+        for _, request, num_tokens in turns:
+            if not num_tokens:
+                self._serve_sleepers([request], step_number)
+                continue
+            blocks = self.kv.allocate_slots(request, num_tokens)
+            assert blocks is not None, "counted before"
+            step.give(request, num_tokens, blocks)
+            step.running.append(request)
+
+    def _serve_sleepers(self, due: list[Request], number: int) -> None:
+        """Blocks for the sleepers that begin or fill one in a step."""
+        if not self.kv.enable_caching and self.kv.pool.journal is None:
+            self.kv.begin_blocks(due)
+            return
+        for request in due:
+            self._catch_up(request, number)
+            blocks = self.kv.next_slot(request)
+            assert blocks is not None, "counted before"
+
+    def _admit(self, request: Request, num_tokens: int, hits: list[int], step: Step, now: int) -> None:
+        super()._admit(request, num_tokens, hits, step, now)
+        self._num_placed += 1
+        request.place = self._num_placed
+        self.awake.append(request)
+
+    def _shape(self, step: Step, requests: list[Request]) -> StepShape:
+        """What the step's duration depends on; progress has not been advanced yet."""
+        rows = [
+            PlanRow(
+                r.request_id,
+                step.num_scheduled_tokens[r.request_id],
+                r.num_computed_tokens,
+                r.num_tokens + r.num_output_placeholders,
+                r.num_output_tokens + r.num_output_placeholders,
+            )
+            for r in requests
+        ]
+        return self.with_sleepers(shape_of(rows, len(step.new) + len(step.resumed)), self._number)
+
+    def with_sleepers(self, shape: StepShape, number: int) -> StepShape:
+        """A step's shape with the sleeping rows in it."""
+        sleeping = self.calendar.num_rows
+        if not sleeping:
+            return shape
+        context, longest = self.calendar.context(number)
+        return shape._replace(
+            new_tokens=shape.new_tokens + sleeping,
+            rows=shape.rows + sleeping,
+            logits_rows=shape.logits_rows + sleeping,
+            decode_rows=shape.decode_rows + sleeping,
+            decode_context_tokens=shape.decode_context_tokens + context,
+            decode_context_max_tokens=max(shape.decode_context_max_tokens, longest),
+        )
+
+    # ------------------------------------------------------------ update
+
+    def take_in(self, frame: LightFrame) -> LightOutputs:
+        """Takes in the tokens of the oldest step in flight."""
+        outputs = LightOutputs(frame.sleeping)
+        ending = self.calendar.ending(frame.step)
+        turns = [*frame.rows, *(AwakeRow(r.place, r, True) for r in ending)]
+        if ending and frame.rows:
+            turns.sort(key=_in_order)
+        for row in turns:
+            self._take_row(row, frame, outputs)
+        # Until now: waking needs to know what is in flight.
+        self.in_flight.popleft()
+        if not self._counts_ahead:
+            self._lull([row.request for row in frame.rows], frame.step + 1)
+        elif turns:
+            self._forget_asleep()
+        return outputs
+
+    def _take_row(self, row: AwakeRow, frame: LightFrame, outputs: LightOutputs) -> None:
+        request = row.request
+        if request.finished:
+            # Aborted while the step ran.
+            return
+        if not request.asleep:
+            if row.samples:
+                self._take_token(request, outputs.awake.new_token_ids, outputs, slept=False)
+            else:
+                self._brought_nothing(request)
+        elif request.last_step == frame.step:
+            self._wake(request, frame)
+            self._take_token(request, {}, outputs, slept=True)
+        elif row.samples:
+            # Asynchronous scheduling: it sleeps since the next step, where this token is counted.
+            outputs.awake.new_token_ids[request.request_id] = [0]
+
+    def _take_token(
+        self, request: Request, new_token_ids: dict[str, list[int]], outputs: LightOutputs, *, slept: bool
+    ) -> None:
+        request_id, token = request.request_id, 0
+        if request.keeps_tokens:
+            token = self._tokens.output_id(request_id, request.num_output_tokens)
+        runs, blocks = request.status == RequestStatus.RUNNING, self.kv.num_blocks(request)
+        new_token_ids[request_id] = self._take_tokens(request, [token], outputs.awake)
+        if request.finished:
+            outputs.ended.append(Ended(request, blocks, slept))
+            if runs:
+                self.running.remove(request)
+
+    def rouse(self, request: Request) -> Woken:
+        """A row that sleeps does so no longer."""
+        self._wake(request)
+        return Woken(request.request_id, request.since_step, request.num_output_tokens)
+
+    def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
+        """As there; whoever sleeps has to be roused before."""
+        ended = super().finish_requests(request_ids, status)
+        self._forget_asleep()
+        return ended
+
+    # ------------------------------------------------------------ falling asleep, waking up
+
+    def _lull(self, requests: list[Request], number: int) -> None:
+        """Rows that are plain decodes from step `number` on fall asleep."""
+        for request in requests:
+            if self._is_plain(request):
+                request.base = request.num_computed_tokens - number
+                request.last_step = request.length_limit - 2 - request.base
+                if request.last_step >= number:
+                    request.joined_step = number
+                    request.since_step = number - request.num_output_placeholders
+                    self.calendar.add(request)
+        self._forget_asleep()
+
+    def _is_plain(self, request: Request) -> bool:
+        """One token to compute in every step until its length ends it, and blocks as its tokens say."""
+        ahead, size = request.num_output_placeholders, self.kv.block_size
+        hashed = request.num_tokens if self._counts_ahead else request.num_computed_tokens
+        return (
+            request.status == RequestStatus.RUNNING
+            and request.quiet_until > 0
+            and not request.is_prefill_chunk
+            and request.num_computed_tokens == request.num_tokens + ahead - 1
+            and request.num_tokens < request.length_limit
+            and len(request.block_ids) == cdiv(request.num_computed_tokens, size)
+            and (not self.kv.enable_caching or request.num_hashed_blocks == hashed // size)
+            and not request.stop_tokens
+            and request.sampling_params.min_tokens <= request.length_limit - request.num_prompt_tokens
+        )
+
+    def _forget_asleep(self) -> None:
+        self.awake = [r for r in self.awake if not r.asleep and r.status == RequestStatus.RUNNING]
+
+    def _wake_all(self) -> None:
+        for request in self.running:
+            if request.asleep:
+                self._woken.append(self.rouse(request))
+
+    def _wake(self, request: Request, completing: LightFrame | None = None) -> None:
+        """Its fields say again what they should; in the steps in flight it is a row that is looked at."""
+        self.calendar.remove(request)
+        self._catch_up(request, self._number)
+        if self._counts_ahead:
+            request.num_output_placeholders = self._num_in_flight(request)
+        self.kv.note_plain(request)
+        for frame in self.in_flight:
+            if request.joined_step <= frame.step <= request.last_step and frame is not completing:
+                frame.sleeping -= 1
+                frame.rows.append(AwakeRow(request.place, request, samples=True))
+                frame.rows.sort(key=_in_order)
+
+    def _catch_up(self, request: Request, number: int) -> None:
+        """Computed and known tokens of a sleeper as the schedule call of that step finds them."""
+        computed = request.base + min(number, request.last_step + 1)
+        request.num_computed_tokens = computed
+        request.num_tokens = computed + 1 - self._num_in_flight(request)
+        if request.keeps_tokens:
+            outputs = request.output_token_ids
+            outputs.extend(
+                self._tokens.output_id(request.request_id, i)
+                for i in range(len(outputs), request.num_output_tokens)
+            )
+
+    def _num_in_flight(self, request: Request) -> int:
+        """Steps in flight that bring it a token."""
+        return sum(request.since_step <= frame.step <= request.last_step for frame in self.in_flight)
+
+
+class LeapingAsyncScheduler(LeapingScheduler, AsyncScheduler):
+    """The same with asynchronous scheduling."""

@@ -1,0 +1,113 @@
+"""Steps without plans: what a scheduler whose plain decodes sleep (`sim/leaping_scheduler.py`) says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from servetwin.sim.contract import StepShape
+from servetwin.sim.records import EngineCoreOutputs, ScheduleRecord
+from servetwin.sim.request import Request
+
+
+@dataclass(slots=True)
+class AwakeRow:
+    """A row of a step that is looked at."""
+
+    place: int
+    """Its place in running order when it was scheduled."""
+    request: Request
+    samples: bool
+    """The step brings it a token."""
+
+
+class Woken(NamedTuple):
+    """A row that slept until now."""
+
+    request_id: str
+    since_step: int
+    """It had a token in every step from this one to the last complete one."""
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
+class LightFrame:
+    """A step between schedule and update."""
+
+    step: int
+    """0-based number of the schedule call."""
+    start_ns: int
+    record: ScheduleRecord
+    rows: list[AwakeRow]
+    """In scheduling order."""
+    sleeping: int
+    """Rows of the step that sleep: each computes one token and gets one."""
+    shape: StepShape
+    num_new: int
+    """Requests of which a plan would say everything."""
+    woken: list[Woken]
+    """Rows that slept until this step."""
+    reports: bool
+    """The worker hears of requests that ended."""
+
+    @property
+    def has_tokens(self) -> bool:
+        return self.shape.rows > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing scheduled and nothing to tell the worker."""
+        return not self.shape.rows and not self.reports and not self.record.preempted
+
+
+@dataclass(slots=True)
+class Ended:
+    """A request that got its last token."""
+
+    request: Request
+    blocks: int
+    """Blocks it held until then."""
+    slept: bool
+
+
+@dataclass(slots=True)
+class LightOutputs:
+    """What one update gave out."""
+
+    regular: int
+    """Sleeping rows that got a token: each got one in the step before, too."""
+    awake: EngineCoreOutputs = field(default_factory=EngineCoreOutputs)
+    """Of the other rows; its `finished` has all that ended."""
+    ended: list[Ended] = field(default_factory=list)
+    """In scheduling order."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step model says of one step."""
+
+    prepare_ns: int
+    device_ns: int
+    outside: bool = False
+    """It is extrapolated."""
+    graph_tokens: int | None = None
+    """Padded size where a graph runs."""
+
+
+@dataclass(slots=True)
+class Leap:
+    """Steps of the same sleeping rows and nothing else."""
+
+    num_steps: int
+    record: ScheduleRecord
+    """Of the first step."""
+    shape: StepShape
+    """Of the first step."""
+    growth_ns: int = 0
+    """By which device time grows from one step to the next, where `each_device_ns` is empty."""
+    each_device_ns: Sequence[int] = ()
+    blocks_begun_at: list[int] = field(default_factory=list)
+    """Steps of the leap after its first (1, 2, ...) in which a block is begun, once for each."""
+    evictions_at: list[int] = field(default_factory=list)
+    """The same for cached contents dropped."""

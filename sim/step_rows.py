@@ -1,0 +1,249 @@
+"""The table of steps while a run goes on and in its parts: one row per step, or per run of like steps.
+
+A run of plain decodes differs from step to step by its clock, by the length of its contexts and by the blocks that
+some rows begin; so it is one row with a number of repeats and what changes. `expanded` makes single steps of it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from servetwin.sim.columns import NEVER, SCHEMAS, arrow_schema
+from servetwin.sim.units import NS_PER_S
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+    Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+NOT_STORED = ("source", "predicted_s")
+"""Columns of steps that are no integers."""
+INTEGERS = tuple(name for name in SCHEMAS["steps"] if name not in NOT_STORED)
+RUN_INTEGERS = ("repeats", "device_growth_ns", "regular_gaps")
+"""`repeats`: steps of this row. `device_growth_ns`: by which device time grows from one to the next, where no list says
+each. `regular_gaps`: rows (of each step) whose last token before came with the step in front of it."""
+LISTS = ("blocks_begun_at", "evictions_at", "each_device_ns")
+"""Steps of the row (1, 2, ...: the row's own figures are those of its first) in which a block is begun, and in which a
+cached content is evicted, once for each; the device time of every step, or nothing."""
+WIDTH = len(INTEGERS) + len(RUN_INTEGERS)
+
+
+class StepRows:
+    """Steps that are not written yet."""
+
+    def __init__(self) -> None:
+        self._values = array("q")
+        self._sources: list[str] = []
+        self._lists = {name: array("q") for name in LISTS}
+        self._ends = {name: array("q", [0]) for name in LISTS}
+
+    def append(
+        self,
+        source: str,
+        values: tuple[int, ...],
+        lists: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
+        """`values`: INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; `lists`: LISTS."""
+        self._values.extend(values)
+        self._sources.append(source)
+        if lists is not None:
+            for name, items in zip(LISTS, lists, strict=True):
+                self._lists[name].extend(items)
+        for name, ends in self._ends.items():
+            ends.append(len(self._lists[name]))
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def to_arrow(self) -> pa.Table:
+        """The rows as they stand in a part."""
+        import numpy as np
+        import pyarrow as pa
+
+        values = np.array(self._values, dtype=np.int64).reshape(-1, WIDTH)
+        columns = dict(zip((*INTEGERS, *RUN_INTEGERS), values.T, strict=True))
+        arrays = {name: _stored(name, column) for name, column in columns.items()}
+        arrays["source"] = pa.array(self._sources, pa.string())
+        arrays["predicted_s"] = pa.nulls(len(self), pa.float64())
+        for name, items in self._lists.items():
+            ends = pa.array(np.array(self._ends[name], dtype=np.int32))
+            arrays[name] = pa.ListArray.from_arrays(ends, pa.array(np.array(items, dtype=np.int64)))
+        schema = part_schema()
+        return pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+
+def part_schema() -> pa.Schema:
+    """Of a part of steps: the table's columns, and those that make one row many."""
+    import pyarrow as pa
+
+    schema = arrow_schema(SCHEMAS["steps"])
+    for name in RUN_INTEGERS:
+        schema = schema.append(pa.field(name, pa.int64()))
+    for name in LISTS:
+        schema = schema.append(pa.field(name, pa.list_(pa.int64())))
+    return schema
+
+
+def _stored(name: str, column: Int64s) -> pa.Array:
+    import pyarrow as pa
+
+    kind = SCHEMAS["steps"].get(name, "count")
+    if kind == "time":
+        return pa.array(column / NS_PER_S, mask=column == NEVER)
+    if kind == "count or null":
+        return pa.array(column, mask=column == NEVER)
+    return pa.array(column)
+
+
+def expanded(part: pa.Table, names: Sequence[str] | None = None) -> pa.Table:
+    """One row for each step, with the columns `names` of the table (all by default)."""
+    names = list(SCHEMAS["steps"]) if names is None else list(names)
+    if "repeats" not in part.column_names or part["repeats"].null_count == len(part):
+        return part.select(names)
+    return _Expansion(part).table(names)
+
+
+def regular_gaps(part: pa.Table) -> tuple[Int64s, Int64s]:
+    """Of every step: its end in ns, and how many rows had their last token before with the step in front of it."""
+    import numpy as np
+
+    ends = np.rint(expanded(part, ["end_s"])["end_s"].to_numpy() * NS_PER_S).astype(np.int64)
+    if "regular_gaps" not in part.column_names or part["regular_gaps"].null_count == len(part):
+        return ends, np.zeros(len(part), dtype=np.int64)
+    counts = part["regular_gaps"].to_numpy().astype(np.int64)
+    return ends, np.repeat(counts, part["repeats"].to_numpy().astype(np.int64))
+
+
+class _Expansion:
+    """The steps of one part, column by column."""
+
+    def __init__(self, part: pa.Table) -> None:
+        import numpy as np
+
+        self._part = part
+        repeats = part["repeats"].to_numpy().astype(np.int64)
+        self._first = np.cumsum(repeats) - repeats
+        self._row = np.repeat(np.arange(len(part)), repeats)
+        self._offset = np.arange(int(repeats.sum())) - self._first[self._row]
+        self._cache: dict[str, Int64s] = {}
+
+    def table(self, names: Sequence[str]) -> pa.Table:
+        import pyarrow as pa
+
+        schema = arrow_schema({name: SCHEMAS["steps"][name] for name in names})
+        return pa.Table.from_arrays([self._column(name) for name in names], schema=schema)
+
+    def _column(self, name: str) -> pa.Array:
+        import numpy as np
+        import pyarrow as pa
+
+        change = getattr(self, f"_change_of_{name}", None)
+        if change is None:
+            return self._part[name].combine_chunks().take(pa.array(self._row))
+        if SCHEMAS["steps"][name] == "time":
+            first = self._ns(name)
+            ns = first[self._row] + change()
+            return pa.array(ns / NS_PER_S, mask=first[self._row] == NEVER)
+        column = self._part[name]
+        stored = column.fill_null(0).to_numpy().astype(np.int64)[self._row]
+        missing = column.is_null().to_numpy()[self._row] if column.null_count else None
+        return pa.array(stored + change(), mask=missing)
+
+    def _ns(self, name: str) -> Int64s:
+        """A stored column of times in ns."""
+        import numpy as np
+
+        if name not in self._cache:
+            seconds = self._part[name].to_numpy()
+            ns = np.where(np.isnan(seconds), NEVER, np.rint(np.nan_to_num(seconds) * NS_PER_S))
+            self._cache[name] = ns.astype(np.int64)
+        return self._cache[name]
+
+    def _change_of_device_s(self) -> Int64s:
+        """Of a step against the first of its row, in ns."""
+        import numpy as np
+
+        if "device" not in self._cache:
+            growth = self._part["device_growth_ns"].to_numpy().astype(np.int64)
+            change = growth[self._row] * self._offset
+            each = self._part["each_device_ns"].combine_chunks()
+            given = each.value_lengths().fill_null(0).to_numpy() > 0
+            if given.any():
+                values = each.flatten().to_numpy()
+                change[given[self._row]] = values - np.repeat(
+                    self._ns("device_s")[given], each.value_lengths().to_numpy()[given]
+                )
+            self._cache["device"] = change
+        return self._cache["device"]
+
+    def _change_of_start_s(self) -> Int64s:
+        """A step begins when the one before it has ended."""
+        import numpy as np
+
+        if "start" not in self._cache:
+            whole = (self._ns("end_s") - self._ns("start_s"))[self._row] + self._change_of_device_s()
+            before = np.cumsum(whole) - whole
+            self._cache["start"] = before - before[self._first][self._row]
+        return self._cache["start"]
+
+    _change_of_prepare_start_s = _change_of_start_s
+    _change_of_device_start_s = _change_of_start_s
+
+    def _change_of_end_s(self) -> Int64s:
+        return self._change_of_start_s() + self._change_of_device_s()
+
+    def _change_of_decode_context_tokens(self) -> Int64s:
+        import numpy as np
+
+        rows: Int64s = self._part["decode_rows"].to_numpy().astype(np.int64)
+        return rows[self._row] * self._offset
+
+    def _change_of_decode_context_max_tokens(self) -> Int64s:
+        return self._offset
+
+    def _counted(self, name: str) -> Int64s:
+        """How often a step of its row is named in a list."""
+        import numpy as np
+
+        if name not in self._cache:
+            lists = self._part[name].combine_chunks()
+            lengths = lists.value_lengths().fill_null(0).to_numpy()
+            places = np.repeat(self._first, lengths) + lists.flatten().to_numpy()
+            self._cache[name] = np.bincount(places.astype(np.int64), minlength=len(self._row))
+        return self._cache[name]
+
+    def _since_first(self, name: str) -> Int64s:
+        """The same, added up from the first step of the row."""
+        import numpy as np
+
+        total = np.cumsum(self._counted(name))
+        before = (total - self._counted(name))[self._first]
+        return total - before[self._row]
+
+    def _change_of_evictions(self) -> Int64s:
+        return self._counted("evictions_at") + np_where_zero(self._offset, self._stored("evictions"))
+
+    def _change_of_used_blocks(self) -> Int64s:
+        return self._since_first("blocks_begun_at")
+
+    def _change_of_cached_free_blocks(self) -> Int64s:
+        return -self._since_first("evictions_at")
+
+    def _change_of_free_blocks(self) -> Int64s:
+        return self._since_first("evictions_at") - self._since_first("blocks_begun_at")
+
+    def _stored(self, name: str) -> Int64s:
+        import numpy as np
+
+        values: Int64s = self._part[name].to_numpy().astype(np.int64)
+        return values[self._row]
+
+
+def np_where_zero(offset: Int64s, first: Int64s) -> Int64s:
+    """What the first step of a row says of itself alone, taken from the others."""
+    import numpy as np
+
+    return np.where(offset > 0, -first, 0)
