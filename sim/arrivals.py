@@ -18,27 +18,27 @@ class Arrivals:
         self._count = 0
         self._free = float("inf") if max_concurrency is None else max_concurrency
         self._free_since_ns = 0
-        self._pull()
-
-    def next_ns(self) -> int | None:
+        self.due_ns: int | None = None
         """When the next request is sent; None when none is known, or all that may be are in flight."""
-        if not self._ahead or self._free < 1:
-            return None
-        return max(self._ahead[0][0], self._free_since_ns)
+        self._pull()
 
     def pop(self) -> tuple[RequestSpec, int]:
         """The next request, and when it is sent: at its arrival, or when another's end let it go."""
         arrival_ns, _, spec = heapq.heappop(self._ahead)
         self._free -= 1
+        sent_ns = max(arrival_ns, self._free_since_ns)
         self._pull()
-        return spec, max(arrival_ns, self._free_since_ns)
+        return spec, sent_ns
 
     def finished(self, request_id: str, now_ns: int) -> None:
+        """A request has ended."""
         if self._free < 1:
             self._free_since_ns = now_ns
         self._free += 1
         self._workload.finished(request_id, now_ns)
-        if not self._open_loop or not self._ahead:
+        if self._open_loop and self._ahead:
+            self._look()
+        else:
             # A closed loop may now know a request that is due before those it named already.
             self._pull()
 
@@ -47,3 +47,10 @@ class Arrivals:
         if spec is not None:
             self._count += 1
             heapq.heappush(self._ahead, (seconds_to_ns(spec.arrival_s), self._count, spec))
+        self._look()
+
+    def _look(self) -> None:
+        if not self._ahead or self._free < 1:
+            self.due_ns = None
+        else:
+            self.due_ns = max(self._ahead[0][0], self._free_since_ns)

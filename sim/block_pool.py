@@ -231,6 +231,33 @@ class BlockPool:
         assert hashed == listed, "the map from content to block differs from the blocks' own hashes"
 
 
+class UnsharedBlockPool(BlockPool):
+    """The same pool without prefix caching: a block has one holder at most, and no content, so nothing is counted."""
+
+    def take(self, count: int, request_id: str) -> list[int]:
+        assert count <= self.num_free, "checked by the KV-cache manager"
+        self.num_free -= count
+        head = self._head
+        self._head = end = head + count
+        blocks = self._queue[head:end]
+        if end > _COMPACT_ABOVE and end * 2 > len(self._queue):
+            del self._queue[:end]
+            self._head = 0
+        return blocks
+
+    def release(self, blocks: Sequence[int], request_id: str) -> None:
+        self._queue += blocks
+        self.num_free += len(blocks)
+
+    def references(self, block: int) -> int:
+        return int(block not in self.free_queue()) if block else 0
+
+    def check_integrity(self) -> None:
+        free = set(self.free_queue())
+        self._references = [0, *(int(block not in free) for block in range(1, self.num_gpu_blocks))]
+        super().check_integrity()
+
+
 def _text(block_hash: BlockHash) -> str:
     """A hash as text for the log."""
     if isinstance(block_hash, bytes):

@@ -5,22 +5,22 @@ A buffer holds integer nanoseconds; they become seconds (one division) when a pa
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Union
 
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
 
-    ColumnValues = array[int] | list[str | None] | list[float | None]
+    Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 NEVER = -1
-"""In a column of times: it has not happened. Simulated time is never negative; a part says null."""
+"""In a column of times: it has not happened. Neither times nor counts are ever negative; a part says null."""
 
 Kind = Literal["time", "count", "count or null", "text", "seconds"]
-"""time: integer ns in the buffer, seconds in a part; count: an integer; count or null: an integer or None; text: a
+"""time: integer ns in the buffer, seconds in a part; count: an integer; count or null: an integer or NEVER; text: a
 string or None; seconds: a float or None that was never on the clock."""
 
 SCHEMAS: dict[str, dict[str, Kind]] = {
@@ -148,44 +148,107 @@ class Part(Protocol):
 
 
 class Columns:
-    """The rows of one table that are not written yet, column by column."""
+    """The rows of one table that are not written yet.
+
+    They are packed column by column, a chunk at a time: a log in memory is as small as its numbers are.
+    """
 
     def __init__(self, table: str) -> None:
         self.schema = PARTS.get(table, SCHEMAS[table])
-        self.values: dict[str, ColumnValues] = {name: _empty(kind) for name, kind in self.schema.items()}
-        self._appends = [column.append for column in self.values.values()]
+        self._rows: list[tuple[int | float | str | None, ...]] = []
+        self._chunks: list[list[PackedColumn]] = []
 
     def append(self, *row: int | float | str | None) -> None:
-        """One row, in the order of the schema: times in ns (NEVER: null), counts, texts."""
-        for append, value in zip(self._appends, row, strict=True):
-            append(value)  # type: ignore[arg-type]
+        """One row, in the order of the schema: times in ns and counts (NEVER: null), texts."""
+        self._rows.append(row)
+        if len(self._rows) == CHUNK_ROWS:
+            self._pack()
 
     def __len__(self) -> int:
-        return len(next(iter(self.values.values())))
+        return CHUNK_ROWS * len(self._chunks) + len(self._rows)
+
+    def _pack(self) -> None:
+        columns = zip(*self._rows, strict=True)
+        kinds = self.schema.values()
+        self._chunks.append([_packed(column, kind) for column, kind in zip(columns, kinds, strict=True)])
+        self._rows = []
 
     def to_arrow(self) -> pa.Table:
         """The rows as they stand in a part: times in seconds."""
         import pyarrow as pa
 
-        schema = arrow_schema(self.schema)
-        arrays = [_arrow_array(self.values[name], kind) for name, kind in self.schema.items()]
-        return pa.Table.from_arrays(arrays, schema=schema)
+        chunks = [*self._chunks]
+        if self._rows or not chunks:
+            columns = zip(*self._rows, strict=True) if self._rows else [()] * len(self.schema)
+            chunks.append([_packed(c, kind) for c, kind in zip(columns, self.schema.values(), strict=True)])
+        arrays = [
+            _arrow_array([chunk[i] for chunk in chunks], kind)
+            for i, kind in enumerate(self.schema.values())
+        ]
+        return pa.Table.from_arrays(arrays, schema=arrow_schema(self.schema))
 
 
-def _empty(kind: Kind) -> ColumnValues:
-    return array("q") if kind in ("time", "count") else []
+CHUNK_ROWS = 1024
+INTEGER_KINDS = ("time", "count", "count or null")
+_NULLS = (None,) * CHUNK_ROWS
+"""Stands for every chunk of nothing else."""
+PackedColumn = Union["PackedInts", Sequence[float | str | None]]
 
 
-def _arrow_array(values: ColumnValues, kind: Kind) -> pa.Array:
+class PackedInts(NamedTuple):
+    """Whole numbers in as few bytes as they need."""
+
+    values: Int64s
+    """Of some integer type; one value where all are equal."""
+    count: int
+
+    @classmethod
+    def of(cls, values: Int64s) -> PackedInts:
+        """From [n] numbers."""
+        import numpy as np
+
+        if not len(values):
+            return cls(values, 0)
+        low, high = int(values.min()), int(values.max())
+        if low == high:
+            return cls(values[:1].copy(), len(values))
+        for kind in (np.int8, np.int16, np.int32):
+            if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
+                return cls(values.astype(kind), len(values))
+        return cls(values.copy(), len(values))
+
+    def whole(self) -> Int64s:
+        """All of them, as int64."""
+        import numpy as np
+
+        return np.broadcast_to(self.values, (self.count,)).astype(np.int64)
+
+
+def _packed(column: Sequence[int | float | str | None], kind: Kind) -> PackedColumn:
+    import numpy as np
+
+    if kind in INTEGER_KINDS:
+        return PackedInts.of(np.array(column, dtype=np.int64))
+    return _NULLS if column == _NULLS else column
+
+
+def _arrow_array(chunks: Sequence[PackedColumn], kind: Kind) -> pa.Array:
     import numpy as np
     import pyarrow as pa
 
+    if kind in INTEGER_KINDS:
+        values = np.concatenate([chunk.whole() for chunk in chunks if isinstance(chunk, PackedInts)])
+        return int_array(values, kind)
+    return pa.array([value for chunk in chunks for value in chunk], type=_arrow_type(kind))
+
+
+def int_array(values: Int64s, kind: Kind) -> pa.Array:
+    """Whole numbers as they stand in a part: times in seconds, NEVER is null where there may be nulls."""
+    import pyarrow as pa
+
     if kind == "time":
-        ns = np.array(values, dtype=np.int64)
-        return pa.array(ns / NS_PER_S, mask=ns == NEVER)
-    if kind == "count":
-        return pa.array(np.array(values, dtype=np.int64))
-    return pa.array(values, type=_arrow_type(kind))
+        return pa.array(values / NS_PER_S, mask=values == NEVER)
+    return pa.array(values, mask=values == NEVER) if kind == "count or null" else pa.array(values)
 
 
 def _arrow_type(kind: Kind) -> pa.DataType:

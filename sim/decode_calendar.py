@@ -28,7 +28,7 @@ class DecodeCalendar:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._phases: list[list[Request]] = [[] for _ in range(block_size)]
+        self.phases: list[list[Request]] = [[] for _ in range(block_size)]
         """By the steps (modulo the block size) in which a row begins a block."""
         self.num_rows = 0
         self._base_sum = 0
@@ -41,7 +41,7 @@ class DecodeCalendar:
         request.asleep = request.counted = True
         self.num_rows += 1
         self._base_sum += request.base
-        insort(self._phases[-request.base % self._block_size], request, key=_in_order)
+        insort(self.phases[-request.base % self._block_size], request, key=_in_order)
         ends = self._ends.get(request.last_step)
         if ends is None:
             self._ends[request.last_step] = [request]
@@ -73,7 +73,7 @@ class DecodeCalendar:
         request.counted = False
         self.num_rows -= 1
         self._base_sum -= request.base
-        self._phases[-request.base % self._block_size].remove(request)
+        self.phases[-request.base % self._block_size].remove(request)
 
     def ending(self, step: int) -> list[Request]:
         """The rows whose last step this is, in running order."""
@@ -87,16 +87,11 @@ class DecodeCalendar:
 
     def beginning_block(self, step: int) -> list[Request]:
         """The rows whose token of this step is the first of a block, in running order (not to be changed)."""
-        return self._phases[step % self._block_size]
+        return self.phases[step % self._block_size]
 
     def filling_block(self, step: int) -> list[Request]:
         """The rows whose token of this step is the last of a block, in running order (not to be changed)."""
-        return self._phases[(step + 1) % self._block_size]
-
-    def blocks_begun(self, step: int, num_steps: int) -> int:
-        """Blocks that the rows begin in so many steps from `step` on."""
-        rounds, rest = divmod(num_steps, self._block_size)
-        return rounds * self.num_rows + sum(len(self.beginning_block(step + i)) for i in range(rest))
+        return self.phases[(step + 1) % self._block_size]
 
     def context(self, step: int) -> tuple[int, int]:
         """Tokens that the attention of this step reads, its new ones included: of all rows, and of the longest row."""

@@ -82,12 +82,13 @@ class Driver(ABC, Generic[F]):
             self._take_in()
             self._abort_due()
             self._reset_due()
-            if (leap := self._leap()) is not None:
-                yield from leap
+            if (landing := self._leap()) is not None:
+                yield landing
+                self._land()
                 continue
             frame = self.core.begin(self.now)
             if frame is None and not self.core.in_flight:
-                arrival = self._arrivals.next_ns()
+                arrival = self._arrivals.due_ns
                 if arrival is None:
                     return
                 yield self._wait_until(min([arrival, *islice(self._cache_resets, 1)]))
@@ -106,9 +107,12 @@ class Driver(ABC, Generic[F]):
 
     # ------------------------------------------------------------ a step
 
-    def _leap(self) -> Generator[simpy.Event, Any, None] | None:
-        """Many steps at once, where that is possible."""
+    def _leap(self) -> simpy.Event | None:
+        """Begins many steps at once, where that is possible; the event is their end."""
         return None
+
+    def _land(self) -> None:
+        """Those steps are over."""
 
     @abstractmethod
     def _submit(self, frame: F) -> Generator[simpy.Event, Any, None]:
@@ -127,7 +131,7 @@ class Driver(ABC, Generic[F]):
         self.core.abandon(frame)
         self.log.sat_out(frame)
         times = [*islice(self._cache_resets, 1)]
-        if (arrival := self._arrivals.next_ns()) is not None:
+        if (arrival := self._arrivals.due_ns) is not None:
             times.append(arrival)
         if self._aborts:
             times.append(self._aborts[0][0])
@@ -151,22 +155,23 @@ class Driver(ABC, Generic[F]):
 
     def _take_in(self) -> None:
         """Takes in every request that has arrived by now."""
-        while (arrival := self._arrivals.next_ns()) is not None and arrival <= self.env.now:
-            spec, sent_ns = self._arrivals.pop()
+        arrivals, now = self._arrivals, self.now
+        while arrivals.due_ns is not None and arrivals.due_ns <= now:
+            spec, sent_ns = arrivals.pop()
             if self._on_request is not None:
                 self._on_request(spec)
             request = self._request(spec, sent_ns)
             refusal = self.core.refusal(request) or self._token_refusal(spec)
             if refusal is not None:
-                self.log.refused(spec, self.now, refusal, sent_ns=sent_ns)
+                self.log.refused(spec, now, refusal, sent_ns=sent_ns)
                 self._tokens.ended(spec, ())
-                self._arrivals.finished(spec.request_id, self.now)
+                arrivals.finished(spec.request_id, now)
                 continue
             self._in_flight[spec.request_id] = spec, request
             self._tokens.add(spec)
-            self.core.add_request(request, self.now)
+            self.core.add_request(request, now)
             self._guard.progress()
-            self.log.arrived(spec, self.now, sent_ns=sent_ns)
+            self.log.arrived(spec, now, sent_ns=sent_ns)
             if spec.abort_s is not None:
                 self._abort_count += 1
                 heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, request))

@@ -7,7 +7,7 @@ counts anything: summaries, charts and exports are functions of these tables (`s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,17 +28,19 @@ from servetwin.workloads import RequestSpec
 if TYPE_CHECKING:
     import pyarrow as pa
 
-PART_ROWS = 50_000
-"""A part is written when a table has this many rows ..."""
-FIRST_FLUSH_STEPS, LAST_FLUSH_STEPS = 100, 50_000
-"""... or after a number of steps that grows with the run between these two, so that a killed run has left at
-least half of its steps while a long one does not fall into thousands of small parts."""
+FIRST_FLUSH_ROWS, LAST_FLUSH_ROWS = 400, 100_000
+"""Parts are written after a number of rows (of all tables) that grows with the run between these two, so that a killed
+run has left at least half of them while a long one does not fall into thousands of small parts."""
 
 COMPLETED = ("length", "stop")
 """Finish reasons of a request that got its whole answer."""
 
 
 _SHAPE_COLUMNS = attrgetter(*SHAPE_COLUMNS)
+_NO_EXTRAS = (0,) * 8
+"""Of a step without look-ups in the prefix cache, recomputation and drafts."""
+_NO_PREFILL = (0,) * 6
+"""Of a step without rows of prompts: their part of its shape, and its new requests."""
 
 
 class Sink(Protocol):
@@ -76,9 +78,9 @@ class OpenRequest:
     """It had an output in every step from this one (a row of the table of steps) ..."""
     last_step: int = NEVER
     """... to this one."""
-    earlier: list[tuple[int, int]] = field(default_factory=list)
+    earlier: tuple[tuple[int, int], ...] = ()
     """Its unbroken series of outputs before that: first and last step."""
-    odd_gaps: list[tuple[int, int]] = field(default_factory=list)
+    odd_gaps: tuple[tuple[int, int], ...] = ()
     """The gaps between them: end and length in ns."""
     preemptions: int = 0
     cached_tokens: int = 0
@@ -104,7 +106,9 @@ class EventLog:
         self._steps = 0
         self._last_end_ns = NEVER
         self._plans = PlanReader()
-        self._flush_at_step = FIRST_FLUSH_STEPS
+        self._rows = 0
+        """Of all tables, so far."""
+        self._flush_at_row = FIRST_FLUSH_ROWS
 
     @property
     def saves_tokens(self) -> bool:
@@ -185,7 +189,7 @@ class EventLog:
         outputs: LightOutputs,
     ) -> None:
         """The same for a step most of whose rows sleep; `source`: where its duration comes from."""
-        regular = outputs.regular + self._note_outputs(outputs.awake, end_ns)
+        regular = outputs.regular + self._note_outputs(outputs, end_ns)
         self._step_row(frame.record, frame.shape, cost, source, frame.start_ns, times, end_ns, regular)
         self._note_ended(outputs, end_ns)
         self._flush_if_due()
@@ -194,10 +198,44 @@ class EventLog:
         self, leap: Leap, cost: StepCost, source: str, start_ns: int, times: StepTimes, end_ns: int, outputs: LightOutputs
     ) -> None:
         """The same for a leap from `start_ns` to `end_ns`; `cost` and `times` are those of its first step."""
-        first_end_ns = times.device_end_ns + times.update_ns
-        self._step_row(
-            leap.record, leap.shape, cost, source, start_ns, times, first_end_ns, outputs.regular, leap=leap
+        shape, rows = leap.shape, leap.shape.rows
+        self._step_rows.append(
+            source,
+            (
+                start_ns,
+                cost.prepare_ns,
+                cost.device_ns,
+                times.schedule_ns + times.update_ns,
+                0,
+                rows,
+                rows,
+                rows,
+                leap.running,
+                leap.waiting,
+                leap.used_blocks,
+                leap.cached_free_blocks,
+                leap.free_blocks,
+                0,
+                leap.evictions,
+                *_NO_EXTRAS,
+                times.schedule_ns,
+                times.prepare_start_ns,
+                times.device_start_ns,
+                times.device_end_ns + times.update_ns,
+                NEVER if cost.graph_tokens is None else cost.graph_tokens,
+                cost.outside,
+                rows,
+                shape.decode_context_tokens,
+                shape.decode_context_max_tokens,
+                *_NO_PREFILL,
+                leap.num_steps,
+                leap.growth_ns,
+                outputs.regular,
+            ),
+            (leap.blocks_begun_at, leap.evictions_at, leap.each_device_ns),
         )
+        self._steps += leap.num_steps
+        self._rows += 1
         self._last_end_ns = end_ns
         self._note_ended(outputs, end_ns)
         self._flush_if_due()
@@ -233,7 +271,7 @@ class EventLog:
             full["steps"], self._step_rows = self._step_rows, StepRows()
         if full:
             self._sink.write(full)
-        self._flush_at_step = self._steps + min(max(self._steps, FIRST_FLUSH_STEPS), LAST_FLUSH_STEPS)
+        self._flush_at_row = self._rows + min(max(self._rows, FIRST_FLUSH_ROWS), LAST_FLUSH_ROWS)
 
     def close(self, end_ns: int) -> None:
         """The run is over: ends open waits, writes what has not ended (without an end), flushes."""
@@ -256,6 +294,7 @@ class EventLog:
         blocks: int = 0,
         until_ns: int = NEVER,
     ) -> None:
+        self._rows += 1
         self._columns["events"].append(time_ns, request_id, kind, reason, until_ns, computed_tokens, blocks)
 
     def _wait_ended(self, request_id: str, reason: WaitReason, from_ns: int, until_ns: int) -> None:
@@ -263,6 +302,7 @@ class EventLog:
 
     def _residency_ended(self, r: Residency) -> None:
         to_ns = NEVER if r.to_ns is None else r.to_ns
+        self._rows += 1
         self._columns["blocks"].append(
             r.block_id, r.request_id, r.prefix_id, r.from_ns, to_ns, r.ended, r.peak_references
         )
@@ -295,7 +335,6 @@ class EventLog:
         end_ns: int,
         regular: int,
         drafts: tuple[int, int, int] = (0, 0, 0),
-        leap: Leap | None = None,
     ) -> None:
         prefix = record.prefix
         self._step_rows.append(
@@ -329,13 +368,13 @@ class EventLog:
                 NEVER if cost.graph_tokens is None else cost.graph_tokens,
                 int(cost.outside),
                 *_shape_columns(shape),
-                1 if leap is None else leap.num_steps,
-                0 if leap is None else leap.growth_ns,
+                1,
+                0,
                 regular,
             ),
-            None if leap is None else (leap.blocks_begun_at, leap.evictions_at, leap.each_device_ns),
         )
-        self._steps += 1 if leap is None else leap.num_steps
+        self._steps += 1
+        self._rows += 1
         self._last_end_ns = end_ns
 
     def _shape_of(self, frame: Frame, result: StepResult) -> StepShape:
@@ -365,9 +404,9 @@ class EventLog:
     def _odd_gap(self, request: OpenRequest, end_ns: int) -> None:
         """A gap over more than one step."""
         gap = (end_ns, end_ns - request.last_token_ns)
-        request.odd_gaps.append(gap)
-        self._columns["itl"].append(*gap, 1, None, None)
-        request.earlier.append((request.since_step, request.last_step))
+        request.odd_gaps += (gap,)
+        self._columns["itl"].append(*gap, 1, NEVER, NEVER)
+        request.earlier += ((request.since_step, request.last_step),)
         request.since_step = self._steps
 
     def _save_tokens(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
@@ -375,6 +414,7 @@ class EventLog:
             first = self._open[request_id].num_output_tokens - len(new_token_ids)
             for index, token_id in enumerate(new_token_ids, start=first):
                 self._columns["tokens"].append(request_id, index, token_id, end_ns)
+            self._rows += len(new_token_ids)
 
     def _note_finished(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
         for request_id, finish in outputs.finished.items():
@@ -390,7 +430,7 @@ class EventLog:
         """What finished with a light step or a leap, in its order."""
         for ended in outputs.ended:
             request_id = ended.request.request_id
-            request, reason = self._open[request_id], outputs.awake.finished[request_id].reason
+            request, reason = self._open[request_id], outputs.finished[request_id].reason
             if ended.slept:
                 self._slept(request, ended.request.num_output_tokens)
             computed_tokens = request.spec.prompt_tokens + request.num_output_tokens - 1
@@ -406,6 +446,7 @@ class EventLog:
     def _request_row(self, request_id: str, reason: str | None, finish_ns: int) -> None:
         request = self._open.pop(request_id)
         spec = request.spec
+        self._rows += 1
         self._columns["requests"].append(
             request_id,
             spec.prompt_tokens,
@@ -433,15 +474,11 @@ class EventLog:
                 if to_step > from_step:
                     self._columns["itl"].append(NEVER, NEVER, -1, from_step, to_step)
             for end_ns, gap_ns in request.odd_gaps:
-                self._columns["itl"].append(end_ns, gap_ns, -1, None, None)
+                self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER)
 
     def _flush_if_due(self) -> None:
-        if self._steps >= self._flush_at_step or self._rows_held() >= PART_ROWS:
+        if self._rows >= self._flush_at_row:
             self.flush()
-
-    def _rows_held(self) -> int:
-        """Rows of the longest table."""
-        return max(len(self._step_rows), *map(len, self._columns.values()))
 
 
 def _shape_columns(shape: StepShape) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from servetwin.sim.block_pool import BlockPool
+from servetwin.sim.block_pool import BlockPool, UnsharedBlockPool
 from servetwin.sim.request import Request
 from servetwin.sim.rules import FreeOrder
 
@@ -38,7 +38,8 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self.enable_caching = enable_caching
-        self.pool = BlockPool(num_gpu_blocks, journal=journal)
+        counts = enable_caching or journal
+        self.pool = BlockPool(num_gpu_blocks, journal=journal) if counts else UnsharedBlockPool(num_gpu_blocks)
         self.num_holders = 0
         """Requests that hold a table."""
         self._max_model_len = max_model_len

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import isqrt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeapTimes:
     """Like steps one after the other: the first takes `first_ns` from its start to the next one's, device and all."""
 

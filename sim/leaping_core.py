@@ -7,7 +7,12 @@ from servetwin.sim.engine_core import Core
 from servetwin.sim.leaping_scheduler import LeapingAsyncScheduler, LeapingScheduler
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs
 from servetwin.sim.policy import SchedulingPolicy
+from servetwin.sim.records import ScheduleRecord
 from servetwin.sim.token_source import TokenSource
+
+
+_NOTHING = ScheduleRecord()
+"""Decided in the last step of a leap."""
 
 
 class LeapingCore(Core[LightFrame]):
@@ -37,8 +42,7 @@ class LeapingCore(Core[LightFrame]):
     def leapt(self, leap: Leap, now: int) -> LightFrame:
         """The last step of a leap that began at `now`, in flight: its rows get their tokens when it is complete."""
         self._next_step += leap.num_steps
-        frame = LightFrame(
-            self._next_step - 1, now, leap.record, [], leap.shape.rows, leap.shape, 0, [], reports=False
-        )
+        rows = leap.shape.rows
+        frame = LightFrame(self._next_step - 1, now, _NOTHING, [], rows, leap.shape, 0, [], reports=False)
         self.in_flight.append(frame)
         return frame

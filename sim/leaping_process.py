@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from itertools import islice
 from typing import Any, NamedTuple
 
 import simpy
@@ -14,7 +13,7 @@ from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.leap_times import LeapTimes
 from servetwin.sim.leaping_core import LeapingCore
-from servetwin.sim.light_frames import LightFrame, LightOutputs, StepCost
+from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost
 from servetwin.sim.request import Request
 from servetwin.sim.steptime.modelled import ModelledStepTimer
 from servetwin.sim.timeline import StepTimes
@@ -31,6 +30,19 @@ class Submitted(NamedTuple):
     frame: LightFrame
     cost: StepCost
     times: StepTimes
+
+
+class _InTheAir(NamedTuple):
+    """A leap that has begun."""
+
+    leap: Leap
+    start_ns: int
+    cost: StepCost
+    """Of its first step."""
+    times: StepTimes
+    """Of its first step."""
+    last: LightFrame
+    """Its last step."""
 
 
 class LeapingProcess(Driver[LightFrame]):
@@ -71,6 +83,7 @@ class LeapingProcess(Driver[LightFrame]):
         self._on_progress = on_progress
         self._leaps = leaps
         self._submitted: deque[Submitted] = deque()
+        self._in_the_air: _InTheAir
         self.num_leapt = 0
         """Steps that were part of a leap."""
 
@@ -98,7 +111,7 @@ class LeapingProcess(Driver[LightFrame]):
         outputs = self._engine.complete(frame)
         self.log.stepped_lightly(frame, cost, self._timer.source, times, self.now, outputs)
         self._finish(1, outputs)
-        if outputs.regular or outputs.awake.new_token_ids:
+        if outputs.regular or outputs.new_token_ids:
             self._guard.progress()
         else:
             tokens, preemptions = frame.shape.new_tokens, len(frame.record.preempted)
@@ -109,10 +122,10 @@ class LeapingProcess(Driver[LightFrame]):
     def _finish(self, num_steps: int, outputs: LightOutputs) -> None:
         """After an update: whoever ended is gone."""
         self._log_blocks()
-        for request_id in outputs.awake.finished:
+        for request_id in outputs.finished:
             self._ended(request_id)
         if self._on_progress is not None:
-            self._on_progress(num_steps, len(outputs.awake.finished), self.now)
+            self._on_progress(num_steps, len(outputs.finished), self.now)
 
     def _abort(self, request: Request) -> None:
         if request.asleep:
@@ -121,68 +134,66 @@ class LeapingProcess(Driver[LightFrame]):
 
     # ------------------------------------------------------------ leaps
 
-    def _leap(self) -> Generator[simpy.Event, Any, None] | None:
-        if not self._leaps or self.core.in_flight:
+    def _leap(self) -> simpy.Event | None:
+        most = self._scheduler.leap_length() if self._leaps and not self.core.in_flight else 0
+        if not most:
             return None
-        most = self._scheduler.leap_length()
-        return self._try_leap(most) if most else None
-
-    def _try_leap(self, most: int) -> Generator[simpy.Event, Any, None] | None:
-        """A leap of at most so many steps, if there is one."""
-        now, host, timeline = self.now, self._host, self._timeline
+        now, timeline = self.now, self._timeline
         shape = self._scheduler.leap_shape()
-        schedule_ns, update_ns = host.schedule_of(shape.rows, 0), host.update_of(shape.rows)
+        schedule_ns, update_ns = self._host.schedule_of(shape.rows, 0), self._host.update_of(shape.rows)
         between_ns = timeline.between_steps_ns(schedule_ns, update_ns)
         if timeline.prepare_start(now + schedule_ns) != now + between_ns:
             # The worker is not ready yet: the first step would be longer than its like.
             return None
-        wanted_ns = self._next_event_ns()
-        costs = self._timer.leap_costs(shape, most, None if wanted_ns is None else wanted_ns - now)
-        around_ns = between_ns + costs.first.prepare_ns + update_ns
-        leap_times = costs.times(around_ns)
-        steps = self._num_steps(leap_times, costs.num_steps, wanted_ns)
-        if not steps:
-            return None
-        begun = None
-        if self.core.scheduler.kv.pool.journal is not None:
-            self._log_blocks()
-
-            def begun(i: int) -> None:
-                changes = self.core.drain_block_changes()
-                self.log.block_changes(changes, now + leap_times.duration_ns(i))
-
-        leap = self._scheduler.leap(steps, begun)
+        event_ns = self._next_event_ns()
+        costs = self._timer.leap_costs(shape, most, None if event_ns is None else event_ns - now)
+        cost = costs.first
+        times = costs.times(between_ns + cost.prepare_ns + update_ns)
+        steps = self._num_steps(times, costs.num_steps, event_ns, now)
+        leap = self._scheduler.leap(steps, shape, self._block_log(times, now)) if steps else None
         if leap is None:
             return None
         leap.growth_ns, leap.each_device_ns = costs.growth_ns, costs.each_ns[: leap.num_steps]
-        times = timeline.submit(now + schedule_ns, schedule_ns, costs.first.prepare_ns, costs.first.device_ns)
-        times.update_ns = update_ns
-        frame = self._engine.leapt(leap, now)
-        end_ns = now + leap_times.duration_ns(leap.num_steps)
-        timeline.skip_to(end_ns - update_ns)
+        duration_ns = times.duration_ns(leap.num_steps)
+        first = timeline.submit(now + schedule_ns, schedule_ns, cost.prepare_ns, cost.device_ns)
+        first.update_ns = update_ns
+        timeline.skip_to(now + duration_ns - update_ns)
+        self._in_the_air = _InTheAir(leap, now, cost, first, self._engine.leapt(leap, now))
+        return self.env.timeout(duration_ns)
 
-        def steps_taken() -> Generator[simpy.Event, Any, None]:
-            yield self.env.timeout(end_ns - now)
-            outputs = self._engine.complete(frame)
-            self.log.leapt(leap, costs.first, self._timer.source, now, times, end_ns, outputs)
-            self.num_leapt += leap.num_steps
-            self._finish(leap.num_steps, outputs)
-            self._guard.progress()
+    def _land(self) -> None:
+        leap, start_ns, cost, times, frame = self._in_the_air
+        outputs = self._engine.complete(frame)
+        self.log.leapt(leap, cost, self._timer.source, start_ns, times, self.now, outputs)
+        self.num_leapt += leap.num_steps
+        self._finish(leap.num_steps, outputs)
+        self._guard.progress()
 
-        return steps_taken()
+    def _block_log(self, times: LeapTimes, start_ns: int) -> Callable[[int], None] | None:
+        """Tells the log what became of blocks in a step of a leap, where it wants to know."""
+        if self._scheduler.kv.pool.journal is None:
+            return None
+        self._log_blocks()
+
+        def begun(step: int) -> None:
+            changes = self.core.drain_block_changes()
+            if changes:
+                self.log.block_changes(changes, start_ns + times.duration_ns(step))
+
+        return begun
 
     def _next_event_ns(self) -> int | None:
         """When something comes that a step boundary has to take notice of."""
-        times = [*islice(self._cache_resets, 1)]
-        if (arrival := self._arrivals.next_ns()) is not None:
-            times.append(arrival)
-        return min(times, default=None)
+        due_ns = self._arrivals.due_ns
+        if not self._cache_resets:
+            return due_ns
+        return self._cache_resets[0] if due_ns is None else min(due_ns, self._cache_resets[0])
 
-    def _num_steps(self, times: LeapTimes, most: int, event_ns: int | None) -> int:
+    def _num_steps(self, times: LeapTimes, most: int, event_ns: int | None, now: int) -> int:
         """Up to the first boundary at or after the next event; aborts must lie behind the last boundary."""
-        steps = most if event_ns is None else times.steps_until(event_ns - self.now, most)
+        steps = most if event_ns is None else times.steps_until(event_ns - now, most)
         if self._aborts:
-            abort_ns = self._aborts[0][0] - self.now
+            abort_ns = self._aborts[0][0] - now
             if times.duration_ns(steps) >= abort_ns:
                 steps = times.steps_until(abort_ns, steps) - 1
         return steps

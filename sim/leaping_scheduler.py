@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from servetwin.sim.async_scheduler import AsyncScheduler
-from servetwin.sim.config import EngineConfig
+from servetwin.sim.config import NUM_RESERVED_BLOCKS, EngineConfig
 from servetwin.sim.contract import StepShape
 from servetwin.sim.decode_calendar import DecodeCalendar
 from servetwin.sim.kv_cache_manager import cdiv
 from servetwin.sim.light_frames import AwakeRow, Ended, Leap, LightFrame, LightOutputs, Woken
 from servetwin.sim.policy import SchedulingPolicy
-from servetwin.sim.records import ScheduleRecord, WaitReason
+from servetwin.sim.records import WaitReason
 from servetwin.sim.request import Request, RequestStatus
 from servetwin.sim.scheduler import Scheduler
 from servetwin.sim.step import Step
@@ -29,8 +29,6 @@ from servetwin.sim.steptime.plan_rows import PlanRow
 from servetwin.sim.token_source import TokenSource
 
 _in_order = attrgetter("place")
-_NOTHING = shape_of(())
-"""A step without rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,35 +144,39 @@ class LeapingScheduler(Scheduler):
 
     def leap_shape(self) -> StepShape:
         """Of the next step, where it is one of a leap."""
-        return self.with_sleepers(_NOTHING, self._number)
+        rows = self.calendar.num_rows
+        context, longest = self.calendar.context(self._number)
+        return StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
 
-    def leap(self, num_steps: int, begun: Callable[[int], None] | None) -> Leap | None:
+    def leap(self, num_steps: int, shape: StepShape, begun: Callable[[int], None] | None) -> Leap | None:
         """Takes at most so many steps of those that `leap_length` found; None where blocks are short for the first.
 
-        `begun`: told of every step (0, 1, ...) when its blocks are taken.
+        `shape`: of the first. `begun`: told of every step (0, 1, ...) when its blocks are taken.
         """
-        pool, calendar, number = self.kv.pool, self.calendar, self._number
-        spare = pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
-        if calendar.blocks_begun(number, num_steps) > spare:
-            num_steps = self._steps_with(spare)
-        if not num_steps:
-            return None
-        record = ScheduleRecord()
-        leap = Leap(num_steps, record, self.leap_shape())
+        spare = self.kv.pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
+        if num_steps * shape.rows > spare:
+            num_steps = self._steps_with(spare, num_steps)
+            if not num_steps:
+                return None
+        leap = Leap(num_steps, shape, len(self.running), len(self.waiting))
         self.finished_req_ids = set()
-        for i in range(num_steps):
-            self._leap_step(i, leap)
-            if begun is not None:
-                begun(i)
-        self._number = number + num_steps
+        if self.kv.enable_caching or begun is not None:
+            for i in range(num_steps):
+                self._leap_step(i, leap)
+                if begun is not None:
+                    begun(i)
+        else:
+            self._leap_uncached(leap)
+        self._number += num_steps
         return leap
 
-    def _steps_with(self, blocks: int) -> int:
-        """Steps from the next one on that so many blocks are enough for; a few less at most, so that the end comes near."""
-        steps = 0
-        while (blocks := blocks - len(self.calendar.beginning_block(self._number + steps))) >= 0:
-            steps += 1
-        return steps
+    def _steps_with(self, blocks: int, most: int) -> int:
+        """Steps from the next one on, at most `most`, that so many blocks are enough for."""
+        for steps in range(most):
+            blocks -= len(self.calendar.beginning_block(self._number + steps))
+            if blocks < 0:
+                return steps
+        return most
 
     def _leap_step(self, i: int, leap: Leap) -> None:
         pool, number = self.kv.pool, self._number + i
@@ -189,15 +191,28 @@ class LeapingScheduler(Scheduler):
             leap.blocks_begun_at += [i] * len(beginning)
             leap.evictions_at += [i] * (pool.num_evictions - evictions)
 
+    def _leap_uncached(self, leap: Leap) -> None:
+        """All steps of a leap, where blocks have no content: in each, one for every row that begins one."""
+        phases, size = self.calendar.phases, self.kv.block_size
+        phase = self._number % size
+        if phases[phase]:
+            self.kv.begin_blocks(phases[phase])
+        self._count_leap(leap, 0)
+        for i in range(1, leap.num_steps):
+            phase += 1
+            if phase == size:
+                phase = 0
+            if beginning := phases[phase]:
+                self.kv.begin_blocks(beginning)
+                leap.blocks_begun_at.extend([i] * len(beginning))
+
     def _count_leap(self, leap: Leap, evictions: int) -> None:
-        """The record of the first step of a leap."""
-        record, pool = leap.record, self.kv.pool
-        record.decode_rows = record.decode_tokens = self.calendar.num_rows
-        record.running, record.waiting = len(self.running), len(self.waiting)
-        record.cached_free_blocks = pool.num_cached_free
-        record.free_blocks = pool.num_free - pool.num_cached_free
-        record.used_blocks = self.config.cache.usable_blocks - pool.num_free
-        record.evictions = evictions
+        """The counts after the schedule call of a leap's first step."""
+        pool = self.kv.pool
+        leap.cached_free_blocks = pool.num_cached_free
+        leap.free_blocks = pool.num_free - pool.num_cached_free
+        leap.used_blocks = pool.num_gpu_blocks - NUM_RESERVED_BLOCKS - pool.num_free
+        leap.evictions = evictions
 
     # ------------------------------------------------------------ one step
 
@@ -296,37 +311,29 @@ class LeapingScheduler(Scheduler):
             )
             for r in requests
         ]
-        return self.with_sleepers(shape_of(rows, len(step.new) + len(step.resumed)), self._number)
-
-    def with_sleepers(self, shape: StepShape, number: int) -> StepShape:
-        """A step's shape with the sleeping rows in it."""
-        sleeping = self.calendar.num_rows
-        if not sleeping:
-            return shape
-        context, longest = self.calendar.context(number)
-        return shape._replace(
-            new_tokens=shape.new_tokens + sleeping,
-            rows=shape.rows + sleeping,
-            logits_rows=shape.logits_rows + sleeping,
-            decode_rows=shape.decode_rows + sleeping,
-            decode_context_tokens=shape.decode_context_tokens + context,
-            decode_context_max_tokens=max(shape.decode_context_max_tokens, longest),
+        context, longest = self.calendar.context(self._number)
+        return shape_of(
+            rows,
+            len(step.new) + len(step.resumed),
+            decode_rows=self.calendar.num_rows,
+            decode_context_tokens=context,
+            decode_context_max_tokens=longest,
         )
 
     # ------------------------------------------------------------ update
 
     def take_in(self, frame: LightFrame) -> LightOutputs:
         """Takes in the tokens of the oldest step in flight."""
-        outputs = LightOutputs(frame.sleeping)
-        ending = self.calendar.ending(frame.step)
-        turns = [*frame.rows, *(AwakeRow(r.place, r, True) for r in ending)]
-        if ending and frame.rows:
+        outputs = LightOutputs(regular=frame.sleeping)
+        turns = frame.rows
+        if ending := self.calendar.ending(frame.step):
+            turns = [*turns, *(AwakeRow(r.place, r, True) for r in ending)]
             turns.sort(key=_in_order)
         for row in turns:
             self._take_row(row, frame, outputs)
         # Until now: waking needs to know what is in flight.
         self.in_flight.popleft()
-        if not self._counts_ahead:
+        if frame.rows and not self._counts_ahead:
             self._lull([row.request for row in frame.rows], frame.step + 1)
         elif turns:
             self._forget_asleep()
@@ -339,7 +346,7 @@ class LeapingScheduler(Scheduler):
             return
         if not request.asleep:
             if row.samples:
-                self._take_token(request, outputs.awake.new_token_ids, outputs, slept=False)
+                self._take_token(request, outputs.new_token_ids, outputs, slept=False)
             else:
                 self._brought_nothing(request)
         elif request.last_step == frame.step:
@@ -347,7 +354,7 @@ class LeapingScheduler(Scheduler):
             self._take_token(request, {}, outputs, slept=True)
         elif row.samples:
             # Asynchronous scheduling: it sleeps since the next step, where this token is counted.
-            outputs.awake.new_token_ids[request.request_id] = [0]
+            outputs.new_token_ids[request.request_id] = [0]
 
     def _take_token(
         self, request: Request, new_token_ids: dict[str, list[int]], outputs: LightOutputs, *, slept: bool
@@ -356,7 +363,7 @@ class LeapingScheduler(Scheduler):
         if request.keeps_tokens:
             token = self._tokens.output_id(request_id, request.num_output_tokens)
         runs, blocks = request.status == RequestStatus.RUNNING, self.kv.num_blocks(request)
-        new_token_ids[request_id] = self._take_tokens(request, [token], outputs.awake)
+        new_token_ids[request_id] = self._take_tokens(request, [token], outputs)
         if request.finished:
             outputs.ended.append(Ended(request, blocks, slept))
             if runs:

@@ -72,18 +72,16 @@ class Ended:
 
 
 @dataclass(slots=True)
-class LightOutputs:
-    """What one update gave out."""
+class LightOutputs(EngineCoreOutputs):
+    """What one update gave out; `new_token_ids` are those of rows that were awake, `finished` has all that ended."""
 
-    regular: int
+    regular: int = 0
     """Sleeping rows that got a token: each got one in the step before, too."""
-    awake: EngineCoreOutputs = field(default_factory=EngineCoreOutputs)
-    """Of the other rows; its `finished` has all that ended."""
     ended: list[Ended] = field(default_factory=list)
     """In scheduling order."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepCost:
     """What a step model says of one step."""
 
@@ -97,13 +95,16 @@ class StepCost:
 
 @dataclass(slots=True)
 class Leap:
-    """Steps of the same sleeping rows and nothing else."""
+    """Steps of the same sleeping rows and nothing else. Counts of requests and blocks are those of the first step."""
 
     num_steps: int
-    record: ScheduleRecord
-    """Of the first step."""
     shape: StepShape
-    """Of the first step."""
+    running: int
+    waiting: int
+    used_blocks: int = 0
+    cached_free_blocks: int = 0
+    free_blocks: int = 0
+    evictions: int = 0
     growth_ns: int = 0
     """By which device time grows from one step to the next, where `each_device_ns` is empty."""
     each_device_ns: Sequence[int] = ()

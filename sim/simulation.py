@@ -23,6 +23,9 @@ from servetwin.sim.steptime.modelled import ModelledStepTimer
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import RequestSpec, Workload
 
+MANY_RULES = 10_000
+"""Stop rules that are worth remembering: nearly all requests have one of few output lengths."""
+
 
 def simulate(
     config: RunConfig,
@@ -57,7 +60,6 @@ def simulate(
     env = simpy.Environment(0)
     common: dict[str, Any] = {
         "tokens": tokens,
-        "sampling": sampling_of(config),
         "on_request": on_request,
         "cache_resets_ns": cache_resets_ns,
         "max_concurrency": max_concurrency,
@@ -69,7 +71,16 @@ def simulate(
         assert isinstance(timer, ModelledStepTimer) and isinstance(host, LinearHostModel | None)
         core = LeapingCore(config.engine, policy, tokens=tokens, journal=log_blocks)
         engine = LeapingProcess(
-            env, core, timer, workload, log, host=host, on_progress=on_progress, leaps=leaps, **common
+            env,
+            core,
+            timer,
+            workload,
+            log,
+            sampling=_stop_rules_of(config),
+            host=host,
+            on_progress=on_progress,
+            leaps=leaps,
+            **common,
         )
     else:
         engine = EngineProcess(
@@ -78,6 +89,7 @@ def simulate(
             timer,
             workload,
             log,
+            sampling=sampling_of(config),
             host=host,
             on_step=_both(on_step, on_progress),
             vocab_size=vocab_size,
@@ -139,3 +151,20 @@ def sampling_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:
         )
 
     return sampling
+
+
+def _stop_rules_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:
+    """The same where nobody samples: requests with the same rules share their parameters."""
+    known: dict[tuple[Any, ...], SamplingParams] = {}
+    sampling = sampling_of(config)
+
+    def rules(spec: RequestSpec) -> SamplingParams:
+        key = (spec.output_tokens, spec.min_tokens, spec.stop_token_ids, spec.ignore_eos)
+        params = known.get(key)
+        if params is None:
+            if len(known) >= MANY_RULES:
+                known.clear()
+            params = known[key] = sampling(spec)
+        return params
+
+    return rules

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from servetwin.sim.columns import NEVER, SCHEMAS, arrow_schema
+from servetwin.sim.columns import CHUNK_ROWS, NEVER, SCHEMAS, PackedInts, arrow_schema, int_array
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ WIDTH = len(INTEGERS) + len(RUN_INTEGERS)
 
 
 class StepRows:
-    """Steps that are not written yet."""
+    """Steps that are not written yet, packed like the rows of other tables (`sim/columns.py`)."""
 
     def __init__(self) -> None:
-        self._values = array("q")
+        self._rows: list[tuple[int, ...]] = []
+        self._chunks: list[list[PackedInts]] = []
         self._sources: list[str] = []
-        self._lists = {name: array("q") for name in LISTS}
-        self._ends = {name: array("q", [0]) for name in LISTS}
+        self._lists = {name: array("q" if name == "each_device_ns" else "i") for name in LISTS}
+        self._list_rows = {name: array("i") for name in LISTS}
 
     def append(
         self,
@@ -47,13 +49,16 @@ class StepRows:
         lists: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None,
     ) -> None:
         """`values`: INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; `lists`: LISTS."""
-        self._values.extend(values)
-        self._sources.append(source)
         if lists is not None:
             for name, items in zip(LISTS, lists, strict=True):
-                self._lists[name].extend(items)
-        for name, ends in self._ends.items():
-            ends.append(len(self._lists[name]))
+                if items:
+                    self._lists[name].extend(items)
+                    self._list_rows[name].extend((len(self._sources), len(items)))
+        self._sources.append(source)
+        self._rows.append(values)
+        if len(self._rows) == CHUNK_ROWS:
+            self._chunks.append(_packed(self._rows))
+            self._rows = []
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -63,16 +68,32 @@ class StepRows:
         import numpy as np
         import pyarrow as pa
 
-        values = np.array(self._values, dtype=np.int64).reshape(-1, WIDTH)
-        columns = dict(zip((*INTEGERS, *RUN_INTEGERS), values.T, strict=True))
-        arrays = {name: _stored(name, column) for name, column in columns.items()}
+        chunks = [*self._chunks, _packed(self._rows)]
+        arrays = {
+            name: int_array(
+                np.concatenate([chunk[i].whole() for chunk in chunks]), SCHEMAS["steps"].get(name, "count")
+            )
+            for i, name in enumerate((*INTEGERS, *RUN_INTEGERS))
+        }
         arrays["source"] = pa.array(self._sources, pa.string())
         arrays["predicted_s"] = pa.nulls(len(self), pa.float64())
         for name, items in self._lists.items():
-            ends = pa.array(np.array(self._ends[name], dtype=np.int32))
-            arrays[name] = pa.ListArray.from_arrays(ends, pa.array(np.array(items, dtype=np.int64)))
+            rows, lengths = np.array(self._list_rows[name], dtype=np.int64).reshape(-1, 2).T
+            ends = np.zeros(len(self) + 1, dtype=np.int32)
+            ends[rows + 1] = lengths
+            arrays[name] = pa.ListArray.from_arrays(
+                pa.array(np.cumsum(ends, dtype=np.int32)), pa.array(np.array(items, dtype=np.int64))
+            )
         schema = part_schema()
         return pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
+
+
+def _packed(rows: Sequence[tuple[int, ...]]) -> list[PackedInts]:
+    import numpy as np
+
+    flat = array("q", chain.from_iterable(rows))
+    values = np.frombuffer(flat, dtype=np.int64).reshape(-1, WIDTH) if rows else np.zeros((0, WIDTH), np.int64)
+    return [PackedInts.of(column) for column in values.T]
 
 
 def part_schema() -> pa.Schema:
@@ -85,17 +106,6 @@ def part_schema() -> pa.Schema:
     for name in LISTS:
         schema = schema.append(pa.field(name, pa.list_(pa.int64())))
     return schema
-
-
-def _stored(name: str, column: Int64s) -> pa.Array:
-    import pyarrow as pa
-
-    kind = SCHEMAS["steps"].get(name, "count")
-    if kind == "time":
-        return pa.array(column / NS_PER_S, mask=column == NEVER)
-    if kind == "count or null":
-        return pa.array(column, mask=column == NEVER)
-    return pa.array(column)
 
 
 def expanded(part: pa.Table, names: Sequence[str] | None = None) -> pa.Table:

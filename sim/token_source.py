@@ -47,14 +47,14 @@ def _key(kind: str, seed: int, name: object) -> int:
 class LengthPrompt:
     """A prompt given by its length and, for its leading part, by the ids of runs of tokens it shares with others."""
 
-    __slots__ = ("_key", "_prefix_ids", "_run", "_seed", "_shared", "_vocab_size", "num_tokens")
+    __slots__ = ("_name", "_prefix_ids", "_run", "_seed", "_shared", "_vocab_size", "num_tokens")
 
     def __init__(self, spec: RequestSpec, vocab_size: int, seed: int) -> None:
         self.num_tokens = spec.prompt_tokens
         self._prefix_ids = spec.prefix_ids or ()
         self._run = spec.prefix_block_tokens or 1
         self._shared = min(len(self._prefix_ids) * self._run, spec.prompt_tokens)
-        self._key = _key("prompt", seed, spec.request_id)
+        self._name = spec.request_id
         self._vocab_size = vocab_size
         self._seed = seed
 
@@ -63,7 +63,8 @@ class LengthPrompt:
         for i, prefix_id in enumerate(self._prefix_ids):
             length = min(self._run, self._shared - i * self._run)
             ids += _run_of_tokens(_key("prefix", self._seed, prefix_id), 0, length, self._vocab_size)
-        return ids + _run_of_tokens(self._key, self._shared, self.num_tokens, self._vocab_size)
+        own = _key("prompt", self._seed, self._name)
+        return ids + _run_of_tokens(own, self._shared, self.num_tokens, self._vocab_size)
 
     def content(self, start: int, stop: int) -> bytes | None:
         if stop > self._shared:

@@ -81,35 +81,48 @@ def regimes_of(features: StepFeatures) -> NDArray[np.str_]:
     return np.where(prefill & decode, "mixed", np.where(prefill, "prefill", "decode"))
 
 
-def shape_of(rows: Sequence[PlanRow], new_requests: int = 0) -> StepShape:
-    """The shape of one step from the rows of its plan, `new_requests` of which were admitted."""
-    decode_rows = decode_context = decode_longest = logits_rows = 0
-    prefill_tokens = pairs = prefill_context = 0
+def shape_of(
+    rows: Sequence[PlanRow],
+    new_requests: int = 0,
+    *,
+    decode_rows: int = 0,
+    decode_context_tokens: int = 0,
+    decode_context_max_tokens: int = 0,
+) -> StepShape:
+    """The shape of one step from the rows of its plan, `new_requests` of which were admitted.
+
+    The others: of plain decode rows (one token each) beside these.
+    """
+    new_tokens = logits_rows = decode_rows
+    decode_context, decode_longest = decode_context_tokens, decode_context_max_tokens
+    prefill_tokens = prefill_rows = pairs = prefill_context = 0
     largest = (0, 0)
     for row in rows:
-        new, context = row.num_scheduled_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+        new = row.num_scheduled_tokens
+        context = row.num_computed_tokens + new
+        new_tokens += new
         logits_rows += row.samples
         if row.is_decode:
             decode_rows += 1
             decode_context += context
             decode_longest = max(decode_longest, context)
         else:
+            prefill_rows += 1
             prefill_tokens += new
             pairs += new * context
             prefill_context += context
             largest = max(largest, (new, context))
     return StepShape(
-        new_tokens=sum(row.num_scheduled_tokens for row in rows),
-        rows=len(rows),
-        logits_rows=logits_rows,
-        decode_rows=decode_rows,
-        decode_context_tokens=decode_context,
-        decode_context_max_tokens=decode_longest,
-        prefill_tokens=prefill_tokens,
-        prefill_rows=len(rows) - decode_rows,
-        prefill_pairs=pairs,
-        prefill_context_tokens=prefill_context,
-        largest_chunk_tokens=largest[0],
-        largest_chunk_context_tokens=largest[1],
-        new_requests=new_requests,
+        new_tokens,
+        decode_rows + prefill_rows,
+        logits_rows,
+        decode_rows,
+        decode_context,
+        decode_longest,
+        prefill_tokens,
+        prefill_rows,
+        pairs,
+        prefill_context,
+        *largest,
+        new_requests,
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 import numpy as np
 
 from servetwin.sim.contract import SchedulerOutput, StepResult, StepShape
@@ -77,7 +77,7 @@ LEAP_AT_MOST = 256
 """Steps of a leap whose times are computed one by one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LeapCosts:
     """What the steps of a leap cost."""
 
@@ -85,7 +85,7 @@ class LeapCosts:
     num_steps: int
     growth_ns: int
     """By which device time grows from one to the next, where `each_ns` is empty."""
-    each_ns: list[int] = field(default_factory=list)
+    each_ns: Sequence[int] = ()
 
     def times(self, around_ns: int) -> LeapTimes:
         """With so much time around each step on the device."""
