@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from servetwin.sim.request import Request
@@ -56,8 +56,7 @@ class DecodeCalendar:
     def remove(self, request: Request) -> None:
         """A row that takes part in no further step."""
         request.asleep = False
-        if request.counted:
-            self._uncount(request)
+        self.leave(request)
         ends = self._ends[request.last_step]
         ends.remove(request)
         if not ends:
@@ -66,18 +65,24 @@ class DecodeCalendar:
     def leave_batch(self, step: int) -> None:
         """Rows whose last step was before `step` wait for its token: they keep their seat, and are in no step."""
         for request in self._ends.get(step - 1, ()):
-            if request.counted:
-                self._uncount(request)
+            self.leave(request)
 
-    def _uncount(self, request: Request) -> None:
+    def leave(self, request: Request) -> None:
+        """A row that is in no further step."""
+        if not request.counted:
+            return
         request.counted = False
         self.num_rows -= 1
         self._base_sum -= request.base
         self.phases[-request.base % self._block_size].remove(request)
 
-    def ending(self, step: int) -> list[Request]:
+    def ending(self, step: int) -> Sequence[Request]:
         """The rows whose last step this is, in running order."""
-        return list(self._ends.get(step, ()))
+        return self._ends.get(step, ())
+
+    def forget(self, step: int) -> None:
+        """The rows that ended with this step."""
+        del self._ends[step]
 
     def next_end(self) -> int:
         """The first step that is some row's last. There must be a row."""

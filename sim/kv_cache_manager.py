@@ -13,6 +13,9 @@ from servetwin.sim.request import Request
 from servetwin.sim.rules import FreeOrder
 
 
+_NO_HITS: list[int] = []
+
+
 def cdiv(a: int, b: int) -> int:
     """Ceiling division."""
     return -(-a // b)
@@ -62,7 +65,7 @@ class KVCacheManager:
         The last known token is never part of it: a step must compute at least one token to have logits.
         """
         if not self.enable_caching:
-            return []
+            return _NO_HITS
         most = (request.num_tokens - 1) // self.block_size
         hits: list[int] = []
         for i in range(most):
@@ -139,8 +142,11 @@ class KVCacheManager:
 
     def begin_blocks(self, requests: Sequence[Request]) -> None:
         """One more block for each of these decodes, in this order; without prefix caching, and where there are enough."""
-        blocks = self.pool.take(len(requests), "")
-        for request, block in zip(requests, blocks, strict=True):
+        if len(requests) == 1:
+            # As a rule.
+            requests[0].block_ids += self.pool.take(1, "")
+            return
+        for request, block in zip(requests, self.pool.take(len(requests), ""), strict=True):
             request.block_ids.append(block)
 
     def note_plain(self, request: Request) -> None:
@@ -209,7 +215,7 @@ class KVCacheManager:
     def _blocks_needed(self, request: Request, num_tokens: int, hits: Sequence[int]) -> int:
         """Free blocks it takes to hold `num_tokens` tokens; hit blocks that are free leave the queue and count."""
         fresh = max(cdiv(num_tokens, self.block_size) - len(request.block_ids) - len(hits), 0)
-        return fresh + sum(self.pool.references(b) == 0 for b in hits)
+        return fresh + sum(self.pool.references(b) == 0 for b in hits) if hits else fresh
 
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
         full, done = num_tokens // self.block_size, request.num_hashed_blocks

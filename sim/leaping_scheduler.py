@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from servetwin.sim.async_scheduler import AsyncScheduler
-from servetwin.sim.config import NUM_RESERVED_BLOCKS, EngineConfig
+from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import StepShape
 from servetwin.sim.decode_calendar import DecodeCalendar
 from servetwin.sim.kv_cache_manager import cdiv
 from servetwin.sim.light_frames import AwakeRow, Ended, Leap, LightFrame, LightOutputs, Woken
 from servetwin.sim.policy import SchedulingPolicy
-from servetwin.sim.records import WaitReason
-from servetwin.sim.request import Request, RequestStatus
+from servetwin.sim.records import Finish, WaitReason
+from servetwin.sim.request import FINISH_REASONS, Request, RequestStatus
 from servetwin.sim.scheduler import Scheduler
 from servetwin.sim.step import Step
 from servetwin.sim.steptime.features import shape_of
@@ -29,6 +29,10 @@ from servetwin.sim.steptime.plan_rows import PlanRow
 from servetwin.sim.token_source import TokenSource
 
 _in_order = attrgetter("place")
+_NONE: list[tuple[Request, int]] = []
+_UNKNOWN = [0]
+"""A token that nobody will ask for."""
+_ENDED_BY_LENGTH = Finish(FINISH_REASONS[RequestStatus.FINISHED_LENGTH_CAPPED], None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class LeapingScheduler(Scheduler):
         """The next step."""
         self._woken: list[Woken] = []
         self._stuck: _Stuck | None = None
+        self._resumed_are_new = config.scheduler.use_v2_model_runner
         self._order_changes = bool(getattr(self.policy, "dynamic_order", False))
 
     # ------------------------------------------------------------ schedule
@@ -72,7 +77,7 @@ class LeapingScheduler(Scheduler):
         """Decides step `number` at simulated time `now` (ns)."""
         self._number = number
         self.calendar.leave_batch(number)
-        step = Step(budget=self.config.scheduler.token_budget)
+        step = Step(self._token_budget)
         evictions, reports = self.kv.pool.num_evictions, bool(self.finished_req_ids)
         self._decide(step, now)
         self._count(step, evictions)
@@ -89,7 +94,7 @@ class LeapingScheduler(Scheduler):
             [AwakeRow(r.place, r, not r.is_prefill_chunk) for r in requests],
             sleeping,
             shape,
-            len(step.new) + (len(step.resumed) if self.config.scheduler.use_v2_model_runner else 0),
+            len(step.new) + (len(step.resumed) if self._resumed_are_new else 0),
             self._woken,
             reports,
         )
@@ -124,7 +129,7 @@ class LeapingScheduler(Scheduler):
         if reason is WaitReason.BLOCKS:
             return _Stuck(head, reason, 0)
         request = self.requests[head]
-        num_tokens = self._first_tokens(request, 0, self.config.scheduler.token_budget - self.calendar.num_rows)
+        num_tokens = self._first_tokens(request, 0, self._token_budget - self.calendar.num_rows)
         return None if num_tokens is None else _Stuck(head, reason, self._blocks_for(request, num_tokens))
 
     # ------------------------------------------------------------ leaps
@@ -136,7 +141,7 @@ class LeapingScheduler(Scheduler):
         """
         calendar = self.calendar
         rows = calendar.num_rows
-        if not rows or self.awake or rows > self.config.scheduler.token_budget:
+        if not rows or self.awake or rows > self._token_budget:
             return 0
         if self.waiting and self._stuck is None:
             return 0
@@ -211,7 +216,7 @@ class LeapingScheduler(Scheduler):
         pool = self.kv.pool
         leap.cached_free_blocks = pool.num_cached_free
         leap.free_blocks = pool.num_free - pool.num_cached_free
-        leap.used_blocks = pool.num_gpu_blocks - NUM_RESERVED_BLOCKS - pool.num_free
+        leap.used_blocks = self._usable_blocks - pool.num_free
         leap.evictions = evictions
 
     # ------------------------------------------------------------ one step
@@ -229,11 +234,13 @@ class LeapingScheduler(Scheduler):
         budget = step.budget - calendar.num_rows
         if budget < 0:
             return False
-        shares = self._shares(step.budget, budget) if self.awake else []
+        shares = self._shares(step.budget, budget) if self.awake else _NONE
         if shares is None:
             return False
         due = calendar.beginning_block(number)
-        needed = len(due) + sum(self._blocks_for(request, n) for request, n in shares)
+        needed = len(due)
+        if shares:
+            needed += sum(self._blocks_for(request, n) for request, n in shares)
         if needed > self.kv.pool.num_free:
             return False
         if self.kv.enable_caching:
@@ -263,7 +270,7 @@ class LeapingScheduler(Scheduler):
         return None
 
     def _blocks_for(self, request: Request, num_tokens: int) -> int:
-        slots = min(request.num_computed_tokens + num_tokens, self.config.model.max_model_len)
+        slots = min(request.num_computed_tokens + num_tokens, self._max_model_len)
         return max(cdiv(slots, self.kv.block_size) - len(request.block_ids), 0)
 
     def _serve(self, due: list[Request], shares: list[tuple[Request, int]], step: Step) -> None:
@@ -325,49 +332,78 @@ class LeapingScheduler(Scheduler):
     def take_in(self, frame: LightFrame) -> LightOutputs:
         """Takes in the tokens of the oldest step in flight."""
         outputs = LightOutputs(regular=frame.sleeping)
-        turns = frame.rows
-        if ending := self.calendar.ending(frame.step):
-            turns = [*turns, *(AwakeRow(r.place, r, True) for r in ending)]
-            turns.sort(key=_in_order)
-        for row in turns:
-            self._take_row(row, frame, outputs)
-        # Until now: waking needs to know what is in flight.
+        ending = self.calendar.ending(frame.step)
+        if not ending:
+            for row in frame.rows:
+                self._take_row(row, outputs)
+        elif not frame.rows:
+            for request in ending:
+                self._take_last(request, outputs)
+        else:
+            turns = [*frame.rows, *(AwakeRow(r.place, r, True) for r in ending)]
+            for row in sorted(turns, key=_in_order):
+                if row.request.asleep and row.request.last_step == frame.step:
+                    self._take_last(row.request, outputs)
+                else:
+                    self._take_row(row, outputs)
+        if ending:
+            self.calendar.forget(frame.step)
+        # Until now: what sleeps goes by what is in flight.
         self.in_flight.popleft()
-        if frame.rows and not self._counts_ahead:
-            self._lull([row.request for row in frame.rows], frame.step + 1)
-        elif turns:
-            self._forget_asleep()
+        if frame.rows:
+            if self._counts_ahead:
+                self._forget_asleep()
+            else:
+                self._lull([row.request for row in frame.rows], frame.step + 1)
         return outputs
 
-    def _take_row(self, row: AwakeRow, frame: LightFrame, outputs: LightOutputs) -> None:
+    def _take_row(self, row: AwakeRow, outputs: LightOutputs) -> None:
+        """The token of a row that was looked at; none for one that was aborted while the step ran."""
         request = row.request
-        if request.finished:
-            # Aborted while the step ran.
-            return
-        if not request.asleep:
+        if request.asleep:
             if row.samples:
-                self._take_token(request, outputs.new_token_ids, outputs, slept=False)
-            else:
-                self._brought_nothing(request)
-        elif request.last_step == frame.step:
-            self._wake(request, frame)
-            self._take_token(request, {}, outputs, slept=True)
-        elif row.samples:
-            # Asynchronous scheduling: it sleeps since the next step, where this token is counted.
-            outputs.new_token_ids[request.request_id] = [0]
+                # Asynchronous scheduling: it sleeps since the next step, where this token is counted.
+                outputs.new_token_ids[request.request_id] = _UNKNOWN
+        elif request.finished:
+            pass
+        elif not row.samples:
+            self._brought_nothing(request)
+        elif request.keeps_tokens or request.num_tokens + 1 >= request.length_limit:
+            self._take_token(request, outputs)
+        else:
+            # Nearly all such rows: the first token of a request that nobody asks for its tokens.
+            request.num_tokens += 1
+            outputs.new_token_ids[request.request_id] = _UNKNOWN
+            if self._counts_ahead:
+                self._tokens_arrived(request, 1)
 
-    def _take_token(
-        self, request: Request, new_token_ids: dict[str, list[int]], outputs: LightOutputs, *, slept: bool
-    ) -> None:
+    def _take_token(self, request: Request, outputs: LightOutputs) -> None:
         request_id, token = request.request_id, 0
         if request.keeps_tokens:
             token = self._tokens.output_id(request_id, request.num_output_tokens)
         runs, blocks = request.status == RequestStatus.RUNNING, self.kv.num_blocks(request)
-        new_token_ids[request_id] = self._take_tokens(request, [token], outputs)
+        outputs.new_token_ids[request_id] = self._take_tokens(request, [token], outputs)
         if request.finished:
-            outputs.ended.append(Ended(request, blocks, slept))
+            outputs.ended.append(Ended(request, blocks, slept=False))
             if runs:
                 self.running.remove(request)
+
+    def _take_last(self, request: Request, outputs: LightOutputs) -> None:
+        """The last token of a sleeper: it ends by its length, as it went to sleep for."""
+        self.calendar.leave(request)
+        request.asleep = False
+        self._catch_up(request, self._number)
+        request.num_tokens += 1
+        if self._counts_ahead:
+            request.num_output_placeholders = 1
+            self._tokens_arrived(request, 1)
+        if request.keeps_tokens:
+            last = request.num_output_tokens - 1
+            request.output_token_ids.append(self._tokens.output_id(request.request_id, last))
+        outputs.ended.append(Ended(request, len(request.block_ids), slept=True))
+        outputs.finished[request.request_id] = _ENDED_BY_LENGTH
+        self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self.running.remove(request)
 
     def rouse(self, request: Request) -> Woken:
         """A row that sleeps does so no longer."""
@@ -392,7 +428,8 @@ class LeapingScheduler(Scheduler):
                     request.joined_step = number
                     request.since_step = number - request.num_output_placeholders
                     self.calendar.add(request)
-        self._forget_asleep()
+        if self.awake:
+            self._forget_asleep()
 
     def _is_plain(self, request: Request) -> bool:
         """One token to compute in every step until its length ends it, and blocks as its tokens say."""
@@ -418,7 +455,7 @@ class LeapingScheduler(Scheduler):
             if request.asleep:
                 self._woken.append(self.rouse(request))
 
-    def _wake(self, request: Request, completing: LightFrame | None = None) -> None:
+    def _wake(self, request: Request) -> None:
         """Its fields say again what they should; in the steps in flight it is a row that is looked at."""
         self.calendar.remove(request)
         self._catch_up(request, self._number)
@@ -426,7 +463,7 @@ class LeapingScheduler(Scheduler):
             request.num_output_placeholders = self._num_in_flight(request)
         self.kv.note_plain(request)
         for frame in self.in_flight:
-            if request.joined_step <= frame.step <= request.last_step and frame is not completing:
+            if request.joined_step <= frame.step <= request.last_step:
                 frame.sleeping -= 1
                 frame.rows.append(AwakeRow(request.place, request, samples=True))
                 frame.rows.sort(key=_in_order)
@@ -445,7 +482,11 @@ class LeapingScheduler(Scheduler):
 
     def _num_in_flight(self, request: Request) -> int:
         """Steps in flight that bring it a token."""
-        return sum(request.since_step <= frame.step <= request.last_step for frame in self.in_flight)
+        count = 0
+        for frame in self.in_flight:
+            if request.since_step <= frame.step <= request.last_step:
+                count += 1
+        return count
 
 
 class LeapingAsyncScheduler(LeapingScheduler, AsyncScheduler):

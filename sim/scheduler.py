@@ -67,6 +67,15 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.rules = config.rules
+        # Looked at in every step, so not dug up each time.
+        limits = config.scheduler
+        self._token_budget, self._max_num_seqs = limits.token_budget, limits.max_num_seqs
+        self._threshold = limits.long_prefill_token_threshold
+        self._chunks, self._gate = limits.enable_chunked_prefill, limits.scheduler_reserve_full_isl
+        self._max_model_len, self._usable_blocks = config.model.max_model_len, config.cache.usable_blocks
+        self._lookahead = config.num_lookahead_tokens
+        self._admission_lookahead = self._lookahead if config.rules.lookahead_at_admission else 0
+        self._counts_refused_lookups = config.rules.count_refused_lookups
         self.policy = policy or load_policy(config.scheduler.policy)
         self.kv = kv or make_kv_cache_manager(config, journal=journal)
         self.waiting = make_queue(self.policy)
@@ -131,7 +140,7 @@ class Scheduler:
 
     def schedule(self, now: int) -> tuple[SchedulerOutput, ScheduleRecord]:
         """Decides one step at simulated time `now` (ns)."""
-        step = Step(budget=self.config.scheduler.token_budget)
+        step = Step(self._token_budget)
         evictions = self.kv.pool.num_evictions
         self._decide(step, now)
         shared = self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0
@@ -194,12 +203,11 @@ class Scheduler:
         """Tokens, drafts included, that a running request gets if there is room for them."""
         ahead = len(request.spec_token_ids) + request.num_output_placeholders
         num_tokens = self._clamp_long_prefill(request.num_tokens + ahead - request.num_computed_tokens)
-        room = self.config.model.max_model_len - 1 - request.num_computed_tokens
+        room = self._max_model_len - 1 - request.num_computed_tokens
         return min(num_tokens, budget, room)
 
     def _clamp_long_prefill(self, num_tokens: int) -> int:
-        threshold = self.config.scheduler.long_prefill_token_threshold
-        return threshold if 0 < threshold < num_tokens else num_tokens
+        return self._threshold if 0 < self._threshold < num_tokens else num_tokens
 
     def _grow(
         self, request: Request, num_tokens: int, index: int, step: Step, now: int
@@ -209,7 +217,7 @@ class Scheduler:
         Also returns the request's place in `running`, which moves when a victim before it is removed. The number of
         tokens stays although victims may have given tokens back.
         """
-        lookahead = self.config.num_lookahead_tokens
+        lookahead = self._lookahead
         while (blocks := self.kv.allocate_slots(request, num_tokens, num_lookahead_tokens=lookahead)) is None:
             victim = self.policy.choose_victim(self.running, now)
             place = self._place(victim)
@@ -262,35 +270,34 @@ class Scheduler:
 
     def _waiting_pass(self, step: Step, now: int) -> None:
         """Admits from the head of the queue until something is short; nothing is ever skipped or preempted for it."""
-        while self.waiting and step.budget > 0:
-            if len(self.running) == self.config.scheduler.max_num_seqs:
+        waiting, running, seats = self.waiting, self.running, self._max_num_seqs
+        while waiting and step.budget > 0:
+            if len(running) == seats:
                 return self._note_wait(step, WaitReason.SEATS, now)
-            request = self.waiting.peek(now)
+            request = waiting.peek(now)
             reason = self._try_to_admit(request, step, now)
             if reason is not None:
                 return self._note_wait(step, reason, now)
-        full = len(self.running) == self.config.scheduler.max_num_seqs
-        return self._note_wait(step, WaitReason.SEATS if full else WaitReason.BUDGET, now)
+        return self._note_wait(step, WaitReason.SEATS if len(running) == seats else WaitReason.BUDGET, now)
 
     def _try_to_admit(self, request: Request, step: Step, now: int) -> WaitReason | None:
         """Admits the head of the queue, or says why not."""
         if self._asks_policy and not self.policy.may_admit(request, self._admission_state(step, now)):
             return WaitReason.POLICY
         hits = self.kv.get_computed_blocks(request)
-        if self.rules.count_refused_lookups:
+        if self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
         num_tokens = self._first_tokens(request, len(hits) * self.kv.block_size, step.budget)
         if num_tokens is None:
             return WaitReason.BUDGET
-        gate = self.config.scheduler.scheduler_reserve_full_isl
-        if gate and not self.kv.full_sequence_fits(request, hits):
+        if self._gate and not self.kv.full_sequence_fits(request, hits):
             # What keeps it out is the gate only where its first chunk would find room.
             fits = self.kv.chunk_fits(request, num_tokens, hits)
             return WaitReason.GATE if fits else WaitReason.BLOCKS
-        lookahead = self.config.num_lookahead_tokens if self.rules.lookahead_at_admission else 0
+        lookahead = self._admission_lookahead
         if self.kv.allocate_slots(request, num_tokens, hits, num_lookahead_tokens=lookahead) is None:
             return WaitReason.BLOCKS
-        if not self.rules.count_refused_lookups:
+        if not self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
         self._admit(request, num_tokens, hits, step, now)
         return None
@@ -299,7 +306,7 @@ class Scheduler:
         """Tokens of a request's first chunk; None when it may not be chunked and does not fit the step."""
         whole = request.num_tokens - hit_tokens
         chunk = self._clamp_long_prefill(whole)
-        if not self.config.scheduler.enable_chunked_prefill:
+        if not self._chunks:
             asked = chunk if self.rules.threshold_before_chunk_check else whole
             if asked > budget:
                 return None
@@ -349,7 +356,7 @@ class Scheduler:
         record.running, record.waiting = len(self.running), len(self.waiting)
         record.cached_free_blocks = pool.num_cached_free
         record.free_blocks = pool.num_free - pool.num_cached_free
-        record.used_blocks = self.config.cache.usable_blocks - pool.num_free
+        record.used_blocks = self._usable_blocks - pool.num_free
         record.evictions = pool.num_evictions - evictions_before
 
     def _advance(self, step: Step) -> None:
