@@ -6,7 +6,7 @@ A buffer holds integer nanoseconds; they become seconds (one division) when a pa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Union
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Union
 
 from servetwin.sim.units import NS_PER_S
 
@@ -182,8 +182,7 @@ class Columns:
             columns = zip(*self._rows, strict=True) if self._rows else [()] * len(self.schema)
             chunks.append([_packed(c, kind) for c, kind in zip(columns, self.schema.values(), strict=True)])
         arrays = [
-            _arrow_array([chunk[i] for chunk in chunks], kind)
-            for i, kind in enumerate(self.schema.values())
+            _arrow_array([chunk[i] for chunk in chunks], kind) for i, kind in enumerate(self.schema.values())
         ]
         return pa.Table.from_arrays(arrays, schema=arrow_schema(self.schema))
 
@@ -200,7 +199,7 @@ class PackedInts(NamedTuple):
 
     values: Int64s
     """Of some integer type; one value where all are equal."""
-    count: int
+    length: int
 
     @classmethod
     def of(cls, values: Int64s) -> PackedInts:
@@ -221,7 +220,7 @@ class PackedInts(NamedTuple):
         """All of them, as int64."""
         import numpy as np
 
-        return np.broadcast_to(self.values, (self.count,)).astype(np.int64)
+        return np.broadcast_to(self.values, (self.length,)).astype(np.int64)
 
 
 def _packed(column: Sequence[int | float | str | None], kind: Kind) -> PackedColumn:

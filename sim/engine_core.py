@@ -21,7 +21,6 @@ from servetwin.sim.records import AnyFrame, BlockChange, EngineCoreOutputs, Fram
 from servetwin.sim.request import Request, RequestStatus
 from servetwin.sim.scheduler import Scheduler
 
-
 F = TypeVar("F", bound=AnyFrame)
 
 
@@ -30,15 +29,11 @@ class Core(ABC, Generic[F]):
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler) -> None:
         self.config = config
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self.batch_queue_size = 2 if config.scheduler.async_scheduling else 1
         """Steps that may be in flight."""
         self.in_flight: deque[F] = deque()
         self._next_step = 0
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self._scheduler
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could never run to its end, in words; None when it can (`EngineConfig.refusal`)."""
@@ -47,17 +42,17 @@ class Core(ABC, Generic[F]):
 
     def add_request(self, request: Request, now: int) -> None:
         """Queues a request (checked with `refusal` before)."""
-        self._scheduler.add_request(request, now)
+        self.scheduler.add_request(request, now)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[Request]:
         """Ends requests at the client's wish; returns those that were known and unfinished."""
-        ended = self._scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
         self._forget_in_flight(r.request_id for r in ended)
         return ended
 
     def has_work(self) -> bool:
         """A step is due: something is unfinished, or the worker has not heard yet of something that ended."""
-        return self._scheduler.has_unfinished_requests() or self._scheduler.has_finished_requests()
+        return self.scheduler.has_unfinished_requests() or self.scheduler.has_finished_requests()
 
     @property
     def has_room(self) -> bool:
@@ -85,11 +80,11 @@ class Core(ABC, Generic[F]):
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content; False, with nothing changed, while any request holds a block."""
-        return self._scheduler.reset_prefix_cache()
+        return self.scheduler.reset_prefix_cache()
 
     def drain_block_changes(self) -> list[BlockChange]:
         """The block changes since the last call (empty unless built with `journal`)."""
-        journal = self._scheduler.kv.pool.journal
+        journal = self.scheduler.kv.pool.journal
         if not journal:
             return []
         changes = list(journal)
@@ -117,9 +112,7 @@ class EngineCore(Core[Frame]):
         journal: bool = False,
     ) -> None:
         scheduler = AsyncScheduler if config.scheduler.async_scheduling else Scheduler
-        super().__init__(
-            config, scheduler(config, policy, kv=kv, plan_tokens=plan_tokens, journal=journal)
-        )
+        super().__init__(config, scheduler(config, policy, kv=kv, plan_tokens=plan_tokens, journal=journal))
 
     def new_request(self, request: EngineCoreRequest) -> Request:
         """A request as it came from the front end, in the form that is queued."""
@@ -138,7 +131,7 @@ class EngineCore(Core[Frame]):
         )
 
     def _schedule(self, number: int, now: int) -> Frame:
-        plan, record = self._scheduler.schedule(now)
+        plan, record = self.scheduler.schedule(now)
         return Frame(number, now, plan, record)
 
     def _forget_in_flight(self, ended: Iterable[str]) -> None:
@@ -163,11 +156,11 @@ class EngineCore(Core[Frame]):
                 raise ValueError(
                     f"the executor sampled for request {request_id!r}, which has {left} known tokens left to compute"
                 )
-        outputs = self._scheduler.update_from_output(frame.plan, output, frame.gone)
+        outputs = self.scheduler.update_from_output(frame.plan, output, frame.gone)
         if self.in_flight:
             self._forget_in_flight(outputs.finished)
         return outputs
 
     def update_draft_tokens(self, drafts: DraftTokenIds) -> None:
         """Takes in the drafts that followed the step just completed (synchronous scheduling)."""
-        self._scheduler.update_draft_token_ids(drafts)
+        self.scheduler.update_draft_token_ids(drafts)

@@ -16,7 +16,7 @@ from servetwin.sim.contract import StepResult, StepShape
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost, Woken
 from servetwin.sim.records import AnyFrame, BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
 from servetwin.sim.residency import Residency, ResidencyTracker
-from servetwin.sim.step_rows import StepRows
+from servetwin.sim.step_rows import LISTS, StepRows
 from servetwin.sim.steptime.features import shape_of
 from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
 from servetwin.sim.tables import Tables
@@ -37,6 +37,7 @@ COMPLETED = ("length", "stop")
 
 
 _SHAPE_COLUMNS = attrgetter(*SHAPE_COLUMNS)
+_LISTS = attrgetter(*LISTS)
 _NO_EXTRAS = (0,) * 8
 """Of a step without look-ups in the prefix cache, recomputation and drafts."""
 _NO_PREFILL = (0,) * 6
@@ -165,6 +166,7 @@ class EventLog:
         self._step_row(
             frame.record,
             self._shape_of(frame, result),
+            len(frame.plan.num_scheduled_tokens),
             StepCost(result.prepare_ns, result.device_ns, result.outside, result.graph_tokens),
             result.source,
             frame.start_ns,
@@ -190,12 +192,20 @@ class EventLog:
     ) -> None:
         """The same for a step most of whose rows sleep; `source`: where its duration comes from."""
         regular = outputs.regular + self._note_outputs(outputs, end_ns)
-        self._step_row(frame.record, frame.shape, cost, source, frame.start_ns, times, end_ns, regular)
+        shape = frame.shape
+        self._step_row(frame.record, shape, shape.rows, cost, source, frame.start_ns, times, end_ns, regular)
         self._note_ended(outputs, end_ns)
         self._flush_if_due()
 
     def leapt(
-        self, leap: Leap, cost: StepCost, source: str, start_ns: int, times: StepTimes, end_ns: int, outputs: LightOutputs
+        self,
+        leap: Leap,
+        cost: StepCost,
+        source: str,
+        start_ns: int,
+        times: StepTimes,
+        end_ns: int,
+        outputs: LightOutputs,
     ) -> None:
         """The same for a leap from `start_ns` to `end_ns`; `cost` and `times` are those of its first step."""
         shape, rows = leap.shape, leap.shape.rows
@@ -221,7 +231,7 @@ class EventLog:
                 times.schedule_ns,
                 times.prepare_start_ns,
                 times.device_start_ns,
-                times.device_end_ns + times.update_ns,
+                leap.each_end_ns[0] if leap.each_end_ns else times.device_end_ns + times.update_ns,
                 NEVER if cost.graph_tokens is None else cost.graph_tokens,
                 cost.outside,
                 rows,
@@ -232,7 +242,7 @@ class EventLog:
                 leap.growth_ns,
                 outputs.regular,
             ),
-            (leap.blocks_begun_at, leap.evictions_at, leap.each_device_ns),
+            _LISTS(leap),
         )
         self._steps += leap.num_steps
         self._rows += 1
@@ -328,6 +338,7 @@ class EventLog:
         self,
         record: ScheduleRecord,
         shape: StepShape,
+        rows: int,
         cost: StepCost,
         source: str,
         start_ns: int,
@@ -346,7 +357,7 @@ class EventLog:
                 times.schedule_ns + times.update_ns,
                 record.prefill_tokens,
                 record.decode_tokens,
-                shape.rows,
+                rows,
                 record.decode_rows,
                 record.running,
                 record.waiting,

@@ -45,9 +45,7 @@ class LinearHostModel:
         """From the schedule call to the submission of a plan of so many rows, of which `num_new` are new."""
         if not rows:
             return 0
-        return (
-            self.schedule_base_ns + self.schedule_per_row_ns * rows + self.schedule_per_new_ns * num_new
-        )
+        return self.schedule_base_ns + self.schedule_per_row_ns * rows + self.schedule_per_new_ns * num_new
 
     def update_of(self, rows: int) -> int:
         """From the device's end to the tokens of so many rows being out."""

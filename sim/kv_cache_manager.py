@@ -12,7 +12,6 @@ from servetwin.sim.block_pool import BlockPool, UnsharedBlockPool
 from servetwin.sim.request import Request
 from servetwin.sim.rules import FreeOrder
 
-
 _NO_HITS: list[int] = []
 
 
@@ -42,7 +41,9 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_caching = enable_caching
         counts = enable_caching or journal
-        self.pool = BlockPool(num_gpu_blocks, journal=journal) if counts else UnsharedBlockPool(num_gpu_blocks)
+        self.pool = (
+            BlockPool(num_gpu_blocks, journal=journal) if counts else UnsharedBlockPool(num_gpu_blocks)
+        )
         self.num_holders = 0
         """Requests that hold a table."""
         self._max_model_len = max_model_len

@@ -10,7 +10,6 @@ from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import ScheduleRecord
 from servetwin.sim.token_source import TokenSource
 
-
 _NOTHING = ScheduleRecord()
 """Decided in the last step of a leap."""
 
@@ -33,11 +32,20 @@ class LeapingCore(Core[LightFrame]):
 
     def complete(self, frame: LightFrame) -> LightOutputs:
         """Takes in the tokens of the oldest step in flight."""
-        assert self.in_flight and self.in_flight[0] is frame, "steps complete in the order in which they began"
+        assert self.in_flight and self.in_flight[0] is frame, (
+            "steps complete in the order in which they began"
+        )
         return self.leaping.take_in(frame)
 
     def _schedule(self, number: int, now: int) -> LightFrame:
         return self.leaping.light(number, now)
+
+    def leapt_over(self, leap: Leap, start_ns: int) -> LightFrame:
+        """Asynchronous scheduling: the last step of a leap, scheduled at `start_ns` and in flight."""
+        self._next_step += leap.num_steps
+        frame = self.leaping.last_of(leap, start_ns)
+        self.in_flight.append(frame)
+        return frame
 
     def leapt(self, leap: Leap, now: int) -> LightFrame:
         """The last step of a leap that began at `now`, in flight: its rows get their tokens when it is complete."""

@@ -14,8 +14,9 @@ from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.leap_times import LeapTimes
 from servetwin.sim.leaping_core import LeapingCore
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost
+from servetwin.sim.overlap import Overlap
 from servetwin.sim.request import Request
-from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.steptime.modelled import LeapCosts, ModelledStepTimer
 from servetwin.sim.timeline import StepTimes
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import RequestSpec, Workload
@@ -83,7 +84,7 @@ class LeapingProcess(Driver[LightFrame]):
         self._on_progress = on_progress
         self._leaps = leaps
         self._submitted: deque[Submitted] = deque()
-        self._in_the_air: _InTheAir
+        self._in_the_air: _InTheAir | None = None
         self.num_leapt = 0
         """Steps that were part of a leap."""
 
@@ -115,9 +116,7 @@ class LeapingProcess(Driver[LightFrame]):
             self._guard.progress()
         else:
             tokens, preemptions = frame.shape.new_tokens, len(frame.record.preempted)
-            self._guard.no_output(
-                frame.step, tokens, preemptions, self.core.scheduler.requests.values()
-            )
+            self._guard.no_output(frame.step, tokens, preemptions, self.core.scheduler.requests.values())
 
     def _finish(self, num_steps: int, outputs: LightOutputs) -> None:
         """After an update: whoever ended is gone."""
@@ -135,9 +134,15 @@ class LeapingProcess(Driver[LightFrame]):
     # ------------------------------------------------------------ leaps
 
     def _leap(self) -> simpy.Event | None:
-        most = self._scheduler.leap_length() if self._leaps and not self.core.in_flight else 0
+        if not self._leaps or len(self.core.in_flight) >= self.core.batch_queue_size:
+            return None
+        most = self._scheduler.leap_length()
+        if most:
+            most = self._scheduler.steps_with_blocks(most)
         if not most:
             return None
+        if self.core.batch_queue_size > 1:
+            return self._leap_overlapped(most) if self.core.in_flight else None
         now, timeline = self.now, self._timeline
         shape = self._scheduler.leap_shape()
         schedule_ns, update_ns = self._host.schedule_of(shape.rows, 0), self._host.update_of(shape.rows)
@@ -150,9 +155,9 @@ class LeapingProcess(Driver[LightFrame]):
         cost = costs.first
         times = costs.times(between_ns + cost.prepare_ns + update_ns)
         steps = self._num_steps(times, costs.num_steps, event_ns, now)
-        leap = self._scheduler.leap(steps, shape, self._block_log(times, now)) if steps else None
-        if leap is None:
+        if not steps:
             return None
+        leap = self._scheduler.leap(steps, shape, self._block_log(lambda i: now + times.duration_ns(i)))
         leap.growth_ns, leap.each_device_ns = costs.growth_ns, costs.each_ns[: leap.num_steps]
         duration_ns = times.duration_ns(leap.num_steps)
         first = timeline.submit(now + schedule_ns, schedule_ns, cost.prepare_ns, cost.device_ns)
@@ -162,14 +167,63 @@ class LeapingProcess(Driver[LightFrame]):
         return self.env.timeout(duration_ns)
 
     def _land(self) -> None:
+        if self._in_the_air is None:
+            return
         leap, start_ns, cost, times, frame = self._in_the_air
+        self._in_the_air = None
         outputs = self._engine.complete(frame)
         self.log.leapt(leap, cost, self._timer.source, start_ns, times, self.now, outputs)
         self.num_leapt += leap.num_steps
         self._finish(leap.num_steps, outputs)
         self._guard.progress()
 
-    def _block_log(self, times: LeapTimes, start_ns: int) -> Callable[[int], None] | None:
+    def _leap_overlapped(self, most: int) -> simpy.Event | None:
+        """Asynchronous scheduling: a leap that ends with its last step in flight.
+
+        Everything that happens until then is known now, so it is logged now.
+        """
+        now, event_ns = self.now, self._next_event_ns()
+        shape = self._scheduler.leap_shape()
+        costs = self._timer.leap_costs(shape, most, None if event_ns is None else event_ns - now)
+        before, cost, times = self._submitted[0]
+        times.update_ns = self._host.update_of(before.shape.rows)
+        overlap = Overlap(self._timeline, self._host, shape.rows, costs)
+        steps = overlap.run(now, times, event_ns, self._aborts[0][0] if self._aborts else None)
+        if not steps:
+            return None
+        leap = self._scheduler.leap(steps, shape, self._block_log(overlap.starts.__getitem__))
+        self._submitted.popleft()
+        outputs = self._engine.complete(before)
+        self.log.stepped_lightly(before, cost, self._timer.source, times, overlap.ends[0], outputs)
+        last = self._engine.leapt_over(leap, overlap.starts[-1])
+        self._submitted.append(Submitted(last, costs.cost(steps - 1), overlap.times[-1]))
+        if steps > 1:
+            self._log_overlapped(leap, costs, overlap)
+        if self._on_progress is not None:
+            self._on_progress(steps, 0, overlap.ends[-1])
+        self._guard.progress()
+        return self.env.timeout(overlap.ends[-1] - now)
+
+    def _log_overlapped(self, leap: Leap, costs: LeapCosts, overlap: Overlap) -> None:
+        """All steps of a leap but the last, which is in flight."""
+        steps = leap.num_steps - 1
+        leap.num_steps = steps
+        leap.blocks_begun_at = [i for i in leap.blocks_begun_at if i < steps]
+        leap.evictions_at = [i for i in leap.evictions_at if i < steps]
+        times = overlap.times[:steps]
+        leap.each_start_ns = overlap.starts[:steps]
+        leap.each_prepare_start_ns = [t.prepare_start_ns for t in times]
+        leap.each_device_start_ns = [t.device_start_ns for t in times]
+        leap.each_device_ns = overlap.device_ns[:steps]
+        # A step is over when the boundary after its successor's schedule call has come.
+        leap.each_end_ns = overlap.ends[1 : steps + 1]
+        outputs = LightOutputs(regular=leap.shape.rows)
+        self.log.leapt(
+            leap, costs.first, self._timer.source, overlap.starts[0], times[0], leap.each_end_ns[-1], outputs
+        )
+        self.num_leapt += steps
+
+    def _block_log(self, start_of: Callable[[int], int]) -> Callable[[int], None] | None:
         """Tells the log what became of blocks in a step of a leap, where it wants to know."""
         if self._scheduler.kv.pool.journal is None:
             return None
@@ -178,7 +232,7 @@ class LeapingProcess(Driver[LightFrame]):
         def begun(step: int) -> None:
             changes = self.core.drain_block_changes()
             if changes:
-                self.log.block_changes(changes, start_ns + times.duration_ns(step))
+                self.log.block_changes(changes, start_of(step))
 
         return begun
 

@@ -20,7 +20,7 @@ from servetwin.sim.decode_calendar import DecodeCalendar
 from servetwin.sim.kv_cache_manager import cdiv
 from servetwin.sim.light_frames import AwakeRow, Ended, Leap, LightFrame, LightOutputs, Woken
 from servetwin.sim.policy import SchedulingPolicy
-from servetwin.sim.records import Finish, WaitReason
+from servetwin.sim.records import Finish, ScheduleRecord, WaitReason
 from servetwin.sim.request import FINISH_REASONS, Request, RequestStatus
 from servetwin.sim.scheduler import Scheduler
 from servetwin.sim.step import Step
@@ -135,7 +135,7 @@ class LeapingScheduler(Scheduler):
     # ------------------------------------------------------------ leaps
 
     def leap_length(self) -> int:
-        """Steps, from the next one on, that are nothing but the tokens of the rows that sleep; the last of them ends one.
+        """Steps, from the next one on, that are nothing but the tokens of the rows that sleep, up to one's last.
 
         0 where the next step may be more than that.
         """
@@ -153,16 +153,22 @@ class LeapingScheduler(Scheduler):
         context, longest = self.calendar.context(self._number)
         return StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
 
-    def leap(self, num_steps: int, shape: StepShape, begun: Callable[[int], None] | None) -> Leap | None:
-        """Takes at most so many steps of those that `leap_length` found; None where blocks are short for the first.
+    def steps_with_blocks(self, most: int) -> int:
+        """So many of the steps that `leap_length` found, or those before the first that blocks are short for."""
+        blocks = self.kv.pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
+        if most * self.calendar.num_rows <= blocks:
+            return most
+        for steps in range(most):
+            blocks -= len(self.calendar.beginning_block(self._number + steps))
+            if blocks < 0:
+                return steps
+        return most
+
+    def leap(self, num_steps: int, shape: StepShape, begun: Callable[[int], None] | None) -> Leap:
+        """Takes so many steps, for which there are blocks.
 
         `shape`: of the first. `begun`: told of every step (0, 1, ...) when its blocks are taken.
         """
-        spare = self.kv.pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
-        if num_steps * shape.rows > spare:
-            num_steps = self._steps_with(spare, num_steps)
-            if not num_steps:
-                return None
         leap = Leap(num_steps, shape, len(self.running), len(self.waiting))
         self.finished_req_ids = set()
         if self.kv.enable_caching or begun is not None:
@@ -174,14 +180,6 @@ class LeapingScheduler(Scheduler):
             self._leap_uncached(leap)
         self._number += num_steps
         return leap
-
-    def _steps_with(self, blocks: int, most: int) -> int:
-        """Steps from the next one on, at most `most`, that so many blocks are enough for."""
-        for steps in range(most):
-            blocks -= len(self.calendar.beginning_block(self._number + steps))
-            if blocks < 0:
-                return steps
-        return most
 
     def _leap_step(self, i: int, leap: Leap) -> None:
         pool, number = self.kv.pool, self._number + i
@@ -210,6 +208,26 @@ class LeapingScheduler(Scheduler):
             if beginning := phases[phase]:
                 self.kv.begin_blocks(beginning)
                 leap.blocks_begun_at.extend([i] * len(beginning))
+
+    def last_of(self, leap: Leap, start_ns: int) -> LightFrame:
+        """The last step of a leap, as if it had been scheduled by itself at `start_ns`."""
+        rows, ahead = leap.shape.rows, leap.num_steps - 1
+        pool = self.kv.pool
+        record = ScheduleRecord(
+            decode_tokens=rows,
+            decode_rows=rows,
+            running=leap.running,
+            waiting=leap.waiting,
+            used_blocks=self._usable_blocks - pool.num_free,
+            cached_free_blocks=pool.num_cached_free,
+            free_blocks=pool.num_free - pool.num_cached_free,
+            evictions=leap.evictions_at.count(ahead) if ahead else leap.evictions,
+        )
+        shape = leap.shape._replace(
+            decode_context_tokens=leap.shape.decode_context_tokens + rows * ahead,
+            decode_context_max_tokens=leap.shape.decode_context_max_tokens + ahead,
+        )
+        return LightFrame(self._number - 1, start_ns, record, [], rows, shape, 0, [], reports=False)
 
     def _count_leap(self, leap: Leap, evictions: int) -> None:
         """The counts after the schedule call of a leap's first step."""

@@ -108,6 +108,11 @@ class Leap:
     growth_ns: int = 0
     """By which device time grows from one step to the next, where `each_device_ns` is empty."""
     each_device_ns: Sequence[int] = ()
+    each_start_ns: Sequence[int] = ()
+    """When each step is scheduled, and so on, where steps overlap."""
+    each_prepare_start_ns: Sequence[int] = ()
+    each_device_start_ns: Sequence[int] = ()
+    each_end_ns: Sequence[int] = ()
     blocks_begun_at: list[int] = field(default_factory=list)
     """Steps of the leap after its first (1, 2, ...) in which a block is begun, once for each."""
     evictions_at: list[int] = field(default_factory=list)

@@ -37,11 +37,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFINITIONS",
     "Distribution",
-    "busy_time_s",
+    "StepSums",
     "distribution",
     "engine_intervals",
     "finish_counts",
-    "kv_peak_used_fraction",
     "statistics_ms",
     "summarize",
     "timestamps",
@@ -113,6 +112,7 @@ def summarize(
     milliseconds, rates are per second of `duration` (first arrival to last finish of a completed request).
     """
     chosen = definitions(metric_defs)
+    steps = StepSums.of(log)
     done = log.requests[log.requests.finish_reason.isin(COMPLETED)]
     times = timestamps(done)
     latencies = {
@@ -130,8 +130,8 @@ def summarize(
         **_peaks(times, log.itl),
         **{k: v for name, d in latencies.items() for k, v in _bench_statistics(name, d).items()},
         **{k: v for name, d in held_back.items() for k, v in _bench_statistics(name, d).items()},
-        **_drafting(log.steps),
-        "busy_time_s": busy_time_s(log.steps),
+        **_drafting(steps),
+        "busy_time_s": steps.busy_ns / NS_PER_S,
         "servetwin": {
             "metric_defs": chosen.name,
             "formulas": chosen.formulas(held_back=bool(held_back))
@@ -144,7 +144,7 @@ def summarize(
                 f"{name}_ms": statistics_ms(d)
                 for name, d in (latencies | ntpot | engine_intervals(times, log.itl) | held_back).items()
             },
-            **_engine_figures(log),
+            **_engine_figures(log, steps),
         },
     }
 
@@ -203,10 +203,49 @@ def finish_counts(log: Tables) -> dict[str, int]:
     return dict(sorted(counts.items())) | {"open": arrived - sum(counts.values())}
 
 
-def busy_time_s(steps: pd.DataFrame) -> float:
-    """Seconds in which the worker prepared or the device ran: the sum of prepare_s + device_s."""
-    busy_ns = float(np.sum(ns_array(steps.prepare_s) + ns_array(steps.device_s)))
-    return busy_ns / NS_PER_S
+@dataclass(frozen=True)
+class StepSums:
+    """What a summary needs of the steps of a run, however many they are."""
+
+    totals: Mapping[str, int]
+    """Sums of columns of counts."""
+    num_steps: int
+    """Steps with tokens."""
+    busy_ns: int
+    """Time in which the worker prepared or the device ran: the sum of prepare_s + device_s."""
+    kv_peak_used_fraction: float | None
+    """Largest share of usable blocks in use after a schedule call (the null block is no usable block); None where no
+    step knows its blocks (plans that were run without a scheduler)."""
+
+    @classmethod
+    def of(cls, log: Tables) -> StepSums:
+        totals, num_steps, busy_ns, peaks = dict.fromkeys(SUMMED, 0), 0, 0, []
+        for steps in log.step_frames([*SUMMED, "rows", "prepare_s", "device_s", *BLOCKS]):
+            for name in SUMMED:
+                totals[name] += int(steps[name].fillna(0).sum())
+            num_steps += int((steps.rows > 0).sum())
+            busy_ns += int(np.sum(ns_array(steps.prepare_s) + ns_array(steps.device_s)))
+            usable = steps[list(BLOCKS)].sum(axis=1).to_numpy(dtype=np.float64)
+            known = usable > 0
+            if known.any():
+                peaks.append(float((steps.used_blocks.to_numpy()[known] / usable[known]).max()))
+        return cls(totals, num_steps, busy_ns, max(peaks, default=None))
+
+
+SUMMED = (
+    "prefill_tokens",
+    "decode_tokens",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "preempted_query_tokens",
+    "preempted_hit_tokens",
+    "evictions",
+    "predicted_outside",
+    "draft_rows",
+    "draft_tokens",
+    "accepted_draft_tokens",
+)
+BLOCKS = ("used_blocks", "cached_free_blocks", "free_blocks")
 
 
 def _bench_statistics(name: str, d: Distribution) -> dict[str, float | None]:
@@ -282,18 +321,21 @@ def _seconds(ns: Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return seconds
 
 
-def _engine_figures(log: Tables) -> dict[str, Any]:
-    steps, requests = log.steps, log.requests
-    computed = int(steps.prefill_tokens.sum() + steps.decode_tokens.sum())
-    queries, hits = int(steps.prefix_query_tokens.sum()), int(steps.prefix_hit_tokens.sum())
+def _engine_figures(log: Tables, steps: StepSums) -> dict[str, Any]:
+    requests, totals = log.requests, steps.totals
+    computed = totals["prefill_tokens"] + totals["decode_tokens"]
+    queries, hits = totals["prefix_query_tokens"], totals["prefix_hit_tokens"]
     recomputed = int(requests.recomputed_tokens.sum())
     # Each prompt once. The queries of the steps are vLLM's counters: a refused head is looked up again in every step.
     came_in = requests[requests.first_scheduled_s.notna()]
     cached, admitted = int(came_in.cached_tokens.sum()), int(came_in.num_prompt_tokens.sum())
+    leapt = log.num_leapt()
     return {
-        "steps": int((steps.rows > 0).sum()),
+        "steps": steps.num_steps,
+        "leapt_steps": leapt,
+        "leapt_fraction": leapt / steps.num_steps if steps.num_steps else None,
         "preemptions": int(requests.preemptions.sum()),
-        "evictions": int(steps.evictions.sum()),
+        "evictions": totals["evictions"],
         "computed_tokens": computed,
         "recomputed_tokens": recomputed,
         "recomputed_fraction": recomputed / computed if computed else None,
@@ -303,22 +345,22 @@ def _engine_figures(log: Tables) -> dict[str, Any]:
         "prefix_query_tokens": queries,
         "prefix_hit_tokens": hits,
         "prefix_hit_rate": hits / queries if queries else None,
-        "preempted_query_tokens": int(steps.preempted_query_tokens.sum()),
-        "preempted_hit_tokens": int(steps.preempted_hit_tokens.sum()),
-        "kv_peak_used_fraction": kv_peak_used_fraction(steps),
-        "predicted_outside_steps": int(steps.predicted_outside.fillna(0).sum()),
+        "preempted_query_tokens": totals["preempted_query_tokens"],
+        "preempted_hit_tokens": totals["preempted_hit_tokens"],
+        "kv_peak_used_fraction": steps.kv_peak_used_fraction,
+        "predicted_outside_steps": totals["predicted_outside"],
     }
 
 
-def _drafting(steps: pd.DataFrame) -> dict[str, Any]:
+def _drafting(steps: StepSums) -> dict[str, Any]:
     """vLLM's figures of speculative decoding; nothing where no draft was verified.
 
     acceptance_rate = accepted / drafted tokens in percent; acceptance_length = 1 + accepted tokens per verification.
     """
-    rounds, drafted = int(steps.draft_rows.sum()), int(steps.draft_tokens.sum())
+    rounds, drafted = steps.totals["draft_rows"], steps.totals["draft_tokens"]
     if not rounds:
         return {}
-    accepted = int(steps.accepted_draft_tokens.sum())
+    accepted = steps.totals["accepted_draft_tokens"]
     return {
         "spec_decode_acceptance_rate": 100 * accepted / drafted,
         "spec_decode_acceptance_length": 1 + accepted / rounds,
@@ -326,16 +368,6 @@ def _drafting(steps: pd.DataFrame) -> dict[str, Any]:
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": accepted,
     }
-
-
-def kv_peak_used_fraction(steps: pd.DataFrame) -> float | None:
-    """Largest share of usable blocks in use after a schedule call (the null block is no usable block).
-
-    None where no step knows its blocks (plans that were run without a scheduler).
-    """
-    usable = steps.used_blocks + steps.cached_free_blocks + steps.free_blocks
-    peak = float((steps.used_blocks / usable).max())
-    return None if np.isnan(peak) else peak
 
 
 def _ms(ns: float | None) -> float | None:

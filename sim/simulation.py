@@ -105,11 +105,13 @@ def simulate(
 def why_stepped(
     config: EngineConfig, policy: SchedulingPolicy, timer: StepTimer, host: HostModel | None = None
 ) -> str | None:
-    """Why every step of a run is decided with a plan of its own, in words; None where this is not needed."""
+    """Why every step of a run is decided by itself, with a plan, in words; None where this is not needed."""
     if not isinstance(timer, ModelledStepTimer):
         return "steps are run, not modelled"
     if timer.drafts is not None or config.speculative is not None:
         return "speculative decoding"
+    if not getattr(timer.model, "pure", True):
+        return "step times are drawn at random"
     if not isinstance(host, LinearHostModel | None):
         return "a host model that looks at plans"
     if not may_leap(policy):

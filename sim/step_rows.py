@@ -26,9 +26,17 @@ INTEGERS = tuple(name for name in SCHEMAS["steps"] if name not in NOT_STORED)
 RUN_INTEGERS = ("repeats", "device_growth_ns", "regular_gaps")
 """`repeats`: steps of this row. `device_growth_ns`: by which device time grows from one to the next, where no list says
 each. `regular_gaps`: rows (of each step) whose last token before came with the step in front of it."""
-LISTS = ("blocks_begun_at", "evictions_at", "each_device_ns")
+TIME_LISTS = (
+    "each_start_ns",
+    "each_prepare_start_ns",
+    "each_device_start_ns",
+    "each_device_ns",
+    "each_end_ns",
+)
+LISTS = ("blocks_begun_at", "evictions_at", *TIME_LISTS)
 """Steps of the row (1, 2, ...: the row's own figures are those of its first) in which a block is begun, and in which a
-cached content is evicted, once for each; the device time of every step, or nothing."""
+cached content is evicted, once for each. The times of every step where they do not follow from the first one's: those
+on the device, or all of them (steps in flight overlap)."""
 WIDTH = len(INTEGERS) + len(RUN_INTEGERS)
 
 
@@ -39,14 +47,14 @@ class StepRows:
         self._rows: list[tuple[int, ...]] = []
         self._chunks: list[list[PackedInts]] = []
         self._sources: list[str] = []
-        self._lists = {name: array("q" if name == "each_device_ns" else "i") for name in LISTS}
+        self._lists = {name: array("q" if name in TIME_LISTS else "i") for name in LISTS}
         self._list_rows = {name: array("i") for name in LISTS}
 
     def append(
         self,
         source: str,
         values: tuple[int, ...],
-        lists: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None,
+        lists: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """`values`: INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; `lists`: LISTS."""
         if lists is not None:
@@ -92,7 +100,9 @@ def _packed(rows: Sequence[tuple[int, ...]]) -> list[PackedInts]:
     import numpy as np
 
     flat = array("q", chain.from_iterable(rows))
-    values = np.frombuffer(flat, dtype=np.int64).reshape(-1, WIDTH) if rows else np.zeros((0, WIDTH), np.int64)
+    values = (
+        np.frombuffer(flat, dtype=np.int64).reshape(-1, WIDTH) if rows else np.zeros((0, WIDTH), np.int64)
+    )
     return [PackedInts.of(column) for column in values.T]
 
 
@@ -125,6 +135,14 @@ def regular_gaps(part: pa.Table) -> tuple[Int64s, Int64s]:
         return ends, np.zeros(len(part), dtype=np.int64)
     counts = part["regular_gaps"].to_numpy().astype(np.int64)
     return ends, np.repeat(counts, part["repeats"].to_numpy().astype(np.int64))
+
+
+def num_leapt(part: pa.Table) -> int:
+    """Steps of rows that are more than one."""
+    if "repeats" not in part.column_names or part["repeats"].null_count == len(part):
+        return 0
+    repeats = part["repeats"].to_numpy()
+    return int(repeats[repeats > 1].sum())
 
 
 class _Expansion:
@@ -172,25 +190,28 @@ class _Expansion:
             self._cache[name] = ns.astype(np.int64)
         return self._cache[name]
 
-    def _change_of_device_s(self) -> Int64s:
-        """Of a step against the first of its row, in ns."""
+    def _each(self, name: str, changes: Int64s, first: Int64s) -> Int64s:
+        """The changes that follow from the first step, and where a list says each of them those."""
         import numpy as np
 
+        lists = self._part[name].combine_chunks()
+        lengths = lists.value_lengths().fill_null(0).to_numpy()
+        if lengths.any():
+            given = lengths > 0
+            changes = changes.copy()
+            changes[given[self._row]] = lists.flatten().to_numpy() - np.repeat(first[given], lengths[given])
+        return changes
+
+    def _change_of_device_s(self) -> Int64s:
+        """Of a step against the first of its row, in ns."""
         if "device" not in self._cache:
-            growth = self._part["device_growth_ns"].to_numpy().astype(np.int64)
-            change = growth[self._row] * self._offset
-            each = self._part["each_device_ns"].combine_chunks()
-            given = each.value_lengths().fill_null(0).to_numpy() > 0
-            if given.any():
-                values = each.flatten().to_numpy()
-                change[given[self._row]] = values - np.repeat(
-                    self._ns("device_s")[given], each.value_lengths().to_numpy()[given]
-                )
-            self._cache["device"] = change
+            growth = self._part["device_growth_ns"].to_numpy().astype("int64")
+            even = growth[self._row] * self._offset
+            self._cache["device"] = self._each("each_device_ns", even, self._ns("device_s"))
         return self._cache["device"]
 
-    def _change_of_start_s(self) -> Int64s:
-        """A step begins when the one before it has ended."""
+    def _behind_each_other(self) -> Int64s:
+        """By how much a step is later than the first of its row, where each begins when the one before has ended."""
         import numpy as np
 
         if "start" not in self._cache:
@@ -199,17 +220,25 @@ class _Expansion:
             self._cache["start"] = before - before[self._first][self._row]
         return self._cache["start"]
 
-    _change_of_prepare_start_s = _change_of_start_s
-    _change_of_device_start_s = _change_of_start_s
+    def _change_of_start_s(self) -> Int64s:
+        return self._each("each_start_ns", self._behind_each_other(), self._ns("start_s"))
+
+    def _change_of_prepare_start_s(self) -> Int64s:
+        return self._each("each_prepare_start_ns", self._behind_each_other(), self._ns("prepare_start_s"))
+
+    def _change_of_device_start_s(self) -> Int64s:
+        return self._each("each_device_start_ns", self._behind_each_other(), self._ns("device_start_s"))
 
     def _change_of_end_s(self) -> Int64s:
-        return self._change_of_start_s() + self._change_of_device_s()
+        after = self._behind_each_other() + self._change_of_device_s()
+        return self._each("each_end_ns", after, self._ns("end_s"))
 
     def _change_of_decode_context_tokens(self) -> Int64s:
         import numpy as np
 
         rows: Int64s = self._part["decode_rows"].to_numpy().astype(np.int64)
-        return rows[self._row] * self._offset
+        grown: Int64s = rows[self._row] * self._offset
+        return grown
 
     def _change_of_decode_context_max_tokens(self) -> Int64s:
         return self._offset
@@ -231,10 +260,15 @@ class _Expansion:
 
         total = np.cumsum(self._counted(name))
         before = (total - self._counted(name))[self._first]
-        return total - before[self._row]
+        since: Int64s = total - before[self._row]
+        return since
 
     def _change_of_evictions(self) -> Int64s:
-        return self._counted("evictions_at") + np_where_zero(self._offset, self._stored("evictions"))
+        import numpy as np
+
+        first: Int64s = self._part["evictions"].to_numpy().astype(np.int64)[self._row]
+        change: Int64s = np.where(self._offset > 0, self._counted("evictions_at") - first, 0)
+        return change
 
     def _change_of_used_blocks(self) -> Int64s:
         return self._since_first("blocks_begun_at")
@@ -244,16 +278,3 @@ class _Expansion:
 
     def _change_of_free_blocks(self) -> Int64s:
         return self._since_first("evictions_at") - self._since_first("blocks_begun_at")
-
-    def _stored(self, name: str) -> Int64s:
-        import numpy as np
-
-        values: Int64s = self._part[name].to_numpy().astype(np.int64)
-        return values[self._row]
-
-
-def np_where_zero(offset: Int64s, first: Int64s) -> Int64s:
-    """What the first step of a row says of itself alone, taken from the others."""
-    import numpy as np
-
-    return np.where(offset > 0, -first, 0)

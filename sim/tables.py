@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from servetwin.sim.columns import NOT_COMPARED, ORDER, SCHEMAS, STORED_GAPS, arrow_schema
-from servetwin.sim.step_rows import expanded, regular_gaps
+from servetwin.sim.step_rows import expanded, num_leapt, regular_gaps
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ class Tables(ABC):
         ends, regular = self._regular_gaps()
         steps = pd.DataFrame({"time": ends, "gap": np.diff(ends, prepend=0), "samples": regular})
         odd = self._odd_gaps()
-        pool = pd.concat([steps[steps.samples != 0], odd], ignore_index=True)
+        pool: pd.DataFrame = pd.concat([steps[steps.samples != 0], odd], ignore_index=True)
         if len(odd):
-            pool = pool.groupby(["time", "gap"], as_index=False).samples.sum()
+            pool = pool.groupby(["time", "gap"])["samples"].sum().reset_index()
             pool = pool[pool.samples != 0].reset_index(drop=True)
         return pd.DataFrame(
             {
@@ -76,7 +76,9 @@ class Tables(ABC):
         gaps = self._stored_gaps()
         taken = gaps[gaps.from_step.notna()]
         change = np.zeros(len(ends) + 1, dtype=np.int64)
-        np.add.at(change, taken.from_step.to_numpy(dtype=np.int64) + 1, taken.samples.to_numpy(dtype=np.int64))
+        np.add.at(
+            change, taken.from_step.to_numpy(dtype=np.int64) + 1, taken.samples.to_numpy(dtype=np.int64)
+        )
         np.add.at(change, taken.to_step.to_numpy(dtype=np.int64) + 1, -taken.samples.to_numpy(dtype=np.int64))
         return ends, regular + np.cumsum(change)[:-1]
 
@@ -97,6 +99,15 @@ class Tables(ABC):
         empty = arrow_schema(STORED_GAPS).empty_table()
         frame: pd.DataFrame = pa.concat_tables([empty, *self.parts("itl")]).to_pandas()
         return frame
+
+    def step_frames(self, names: Sequence[str]) -> Iterator[pd.DataFrame]:
+        """Some columns of `steps`, part by part: a long run's steps need not be in memory all at once."""
+        for part in self.parts("steps"):
+            yield expanded(part, names).to_pandas()
+
+    def num_leapt(self) -> int:
+        """Steps that were taken many at once."""
+        return sum(num_leapt(part) for part in self.parts("steps"))
 
     @cached_property
     def requests(self) -> pd.DataFrame:

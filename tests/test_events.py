@@ -7,7 +7,7 @@ from engines import NO_SHAPE
 from stories import S, Story, four_tokens_a_step, preempted_once, request
 
 from servetwin.sim.contract import ModelRunnerOutput, StepResult
-from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.events import FIRST_FLUSH_ROWS, EventLog, MemorySink
 from servetwin.sim.records import (
     Admission,
     BlockChange,
@@ -268,11 +268,11 @@ def test_the_padded_size_of_a_graph_is_null_where_none_ran() -> None:
 
 
 def test_parts_are_flushed_as_the_run_grows() -> None:
-    """Before the run ends, at least half of its steps have been handed to the sink."""
+    """Before the run ends, at least half of its rows have been handed to the sink."""
     story = Story()
     story.log.arrived(request("a"), 0)
-    for n in range(1000):
+    for n in range(4000):
         story.step(n, n + 1, "a")
-        assert n < 100 or sum(len(p) for p in story.sink.parts("steps")) >= n / 2
-    story.log.close(1000 * S)
+        assert n < FIRST_FLUSH_ROWS or sum(len(p) for p in story.sink.parts("steps")) >= n / 2
+    story.log.close(4000 * S)
     assert len(story.sink.parts("steps")) < 10

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
+from servetwin.sim.columns import SCHEMAS, Columns, arrow_schema
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.show import print_json
@@ -19,7 +20,6 @@ from servetwin.sim.contract import SamplingParams, SchedulerOutput, StepResult, 
 from servetwin.sim.plugins import load
 from servetwin.sim.runs import PLANS, RunFolderError, RunWriter, read_json_lines, read_run
 from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow
-from servetwin.sim.columns import SCHEMAS, Columns, arrow_schema
 from servetwin.sim.units import ns_to_seconds
 
 if TYPE_CHECKING:

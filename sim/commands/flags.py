@@ -92,6 +92,14 @@ class RunFlags:
         bool | None,
         _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
     ] = None
+    leap: Annotated[
+        bool,
+        _flag(
+            RUN,
+            "Take steps in which the same requests decode many at once, where their time is modelled. The run is the "
+            "same without, and takes longer.",
+        ),
+    ] = True
     metric_defs: Annotated[
         str,
         _flag(

@@ -27,9 +27,11 @@ from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.metrics import summarize
+from servetwin.sim.policy import load_policy
 from servetwin.sim.records import EngineCoreOutputs, Frame
 from servetwin.sim.runs import RunWriter, check_room, read_run
-from servetwin.sim.simulation import sampling_of, simulate
+from servetwin.sim.simulation import sampling_of, simulate, why_stepped
+from servetwin.sim.steptime.modelled import ModelledStepTimer
 from servetwin.sim.tables import Tables
 from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads import ClosedLoop, ListWorkload, RequestSpec, values_of
@@ -111,12 +113,15 @@ def carry_out(request: RunRequest) -> int:
     flags = request.flags
     workload = request.load.open(flags.seed)
     if flags.live:
+        if not flags.leap:
+            raise UsageError("--no-leap has no effect with --live, whose steps are run one by one")
         if flags.step_time_s is not None:
             raise UsageError("--step-time-s has no effect with --live, which measures its steps")
         engine = build_live_engine(request.engine, flags.seed)
     else:
         engine = build_engine(request.engine, str(flags.executor), flags.step_time_s, flags.seed)
     try:
+        _check_leaping(flags, engine)
         _announce(workload, engine, trace_warnings=request.load.flags.trace_warnings)
         summary = _serve(request, workload, engine)
     finally:
@@ -129,6 +134,19 @@ def carry_out(request: RunRequest) -> int:
             Console().print(f"run folder   {flags.out}", soft_wrap=True)
             Console().print(f"dashboard    {command_name()} dash {flags.out}", soft_wrap=True)
     return 0
+
+
+def _check_leaping(flags: RunFlags, engine: Engine) -> None:
+    """Says why nothing is leapt over in a run with modelled steps; refuses to switch off what there is not."""
+    if engine.timer is None:
+        return
+    policy = load_policy(engine.config.scheduler.policy)
+    reason = why_stepped(engine.config, policy, engine.timer, engine.host)
+    if reason is None or (flags.leap and not isinstance(engine.timer, ModelledStepTimer)):
+        return
+    if not flags.leap:
+        raise UsageError(f"--no-leap has no effect here: every step is taken by itself anyway ({reason})")
+    say(f"every step is taken by itself, which takes longer: {reason}")
 
 
 def _announce(workload: ListWorkload | ClosedLoop, engine: Engine, *, trace_warnings: bool) -> None:
@@ -243,10 +261,16 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
     with StopRequest() as stop, recorder.ending(), progress:
         log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=flags.save_tokens)
 
-        def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
-            progress.step(len(outputs.finished), frame.start_ns)
-            recorder.plan(frame)
+        def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
+            progress.steps(num_steps, num_ended, now_ns)
             stop.raise_if_asked()
+
+        def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
+            recorder.plan(frame)
+
+        def on_live_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
+            on_progress(1, len(outputs.finished), frame.start_ns)
+            recorder.plan(frame)
 
         with policy_errors_told(config.engine.scheduler.policy):
             if engine.server is not None:
@@ -257,7 +281,7 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
                     sampling=sampling_of(config),
                     log_blocks=log_blocks,
                     on_request=recorder.request,
-                    on_step=on_step,
+                    on_step=on_live_step,
                     on_tick=stop.raise_if_asked,
                     max_concurrency=config.max_concurrency,
                 )
@@ -275,7 +299,9 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
                     log_blocks=log_blocks,
                     host=engine.host,
                     on_request=recorder.request,
-                    on_step=on_step,
+                    on_step=on_step if flags.save_plans else None,
+                    on_progress=on_progress,
+                    leaps=flags.leap,
                     vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
                     cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
                     max_concurrency=config.max_concurrency,

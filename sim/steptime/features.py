@@ -69,6 +69,8 @@ class StepModel(Protocol):
         padded size of those that run as a CUDA graph (0: it does not), and `overlaps_preparation = False` that the
         worker prepares none of them before the one in front of it is through, and `turnaround_ns` after that.
 
+        A model that says something else of the same shape another time declares `pure = False`.
+
         For speed, also optional: `duration_ns(shape) -> int` is the same for one step with tokens, and `context_ns` says
         that a step of decode rows takes f(rows) + context_ns x decode_context_tokens, to the ns.
         """

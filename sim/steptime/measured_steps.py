@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servetwin.sim.columns import SHAPE_COLUMNS
 from servetwin.sim.contract import StepShape
 from servetwin.sim.steptime.features import Bools, StepFeatures
-from servetwin.sim.columns import SHAPE_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd

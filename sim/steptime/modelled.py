@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
 import numpy as np
 
 from servetwin.sim.contract import SchedulerOutput, StepResult, StepShape
@@ -86,6 +87,15 @@ class LeapCosts:
     growth_ns: int
     """By which device time grows from one to the next, where `each_ns` is empty."""
     each_ns: Sequence[int] = ()
+
+    def device_ns(self, step: int) -> int:
+        """Of one of them (0, 1, ...)."""
+        return self.each_ns[step] if self.each_ns else self.first.device_ns + self.growth_ns * step
+
+    def cost(self, step: int) -> StepCost:
+        """Of one of them."""
+        first = self.first
+        return StepCost(first.prepare_ns, self.device_ns(step), first.outside, first.graph_tokens)
 
     def times(self, around_ns: int) -> LeapTimes:
         """With so much time around each step on the device."""

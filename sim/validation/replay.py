@@ -148,6 +148,8 @@ def simulated(
 class NoisyModel:
     """A StepModel whose steps vary at random, as those of a real engine do, by `spread` (standard deviation)."""
 
+    pure = False
+
     def __init__(self, model: StepModel, spread: float, seed: int) -> None:
         self._model, self._spread = model, spread
         self._random = np.random.default_rng(seed)
