@@ -115,7 +115,7 @@ class ScenarioLoop:
         frame = self.core.begin(self.now)
         if frame is not None:
             line |= self._submit(frame)
-        if frame is not None and frame.plan.num_scheduled_tokens and self.core.has_room:
+        if frame is not None and frame.has_tokens and self.core.has_room:
             line["updated_step"] = None
         else:
             line |= self._update()

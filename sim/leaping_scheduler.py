@@ -8,6 +8,7 @@ ordinary passes decide. No plan is written: nobody runs it.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -424,12 +425,16 @@ class LeapingScheduler(Scheduler):
         self.running.remove(request)
 
     def rouse(self, request: Request) -> Woken:
-        """A row that sleeps does so no longer."""
-        self._wake(request)
-        return Woken(request.request_id, request.since_step, request.num_output_tokens)
+        """A row that sleeps is looked at from now on, as long as it has no reason to fall asleep again."""
+        woken = self._wake(request)
+        insort(self.awake, request, key=_in_order)
+        return woken
 
     def finish_requests(self, request_ids: Iterable[str], status: RequestStatus) -> list[Request]:
-        """As there; whoever sleeps has to be roused before."""
+        request_ids = list(request_ids)
+        for request in filter(None, map(self.requests.get, request_ids)):
+            if request.asleep:
+                self.rouse(request)
         ended = super().finish_requests(request_ids, status)
         self._forget_asleep()
         return ended
@@ -471,9 +476,9 @@ class LeapingScheduler(Scheduler):
     def _wake_all(self) -> None:
         for request in self.running:
             if request.asleep:
-                self._woken.append(self.rouse(request))
+                self._woken.append(self._wake(request))
 
-    def _wake(self, request: Request) -> None:
+    def _wake(self, request: Request) -> Woken:
         """Its fields say again what they should; in the steps in flight it is a row that is looked at."""
         self.calendar.remove(request)
         self._catch_up(request, self._number)
@@ -483,8 +488,8 @@ class LeapingScheduler(Scheduler):
         for frame in self.in_flight:
             if request.joined_step <= frame.step <= request.last_step:
                 frame.sleeping -= 1
-                frame.rows.append(AwakeRow(request.place, request, samples=True))
-                frame.rows.sort(key=_in_order)
+                insort(frame.rows, AwakeRow(request.place, request, samples=True), key=_in_order)
+        return Woken(request.request_id, request.since_step, request.num_output_tokens)
 
     def _catch_up(self, request: Request, number: int) -> None:
         """Computed and known tokens of a sleeper as the schedule call of that step finds them."""

@@ -22,6 +22,8 @@ class ShortestJobFirst(FCFS):
     `its length / AGEING_TOKENS_PER_S` seconds after it.
     """
 
+    leaps = True
+
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:
         predicted = request.predicted_output_tokens or request.max_tokens
         left = max(predicted - request.num_output_tokens, 1)

@@ -72,8 +72,8 @@ SCHEDULING = (
         "the full-sequence gate is gone",
         5,
         SCHEDULER,
-        "gate = self.config.scheduler.scheduler_reserve_full_isl",
-        "gate = False",
+        "if self._gate and not self.kv.full_sequence_fits(",
+        "if False and not self.kv.full_sequence_fits(",
         (
             "test_scheduler_rules.py::test_05_the_gate_asks_for_the_whole_prompt",
             "test_scheduler_rules.py::test_05_the_gate_counts_the_outputs_of_a_resumed_request",
@@ -591,7 +591,7 @@ SCHEDULING = (
         "one step in flight is enough",
         0,
         CORE,
-        "self.batch_queue_size = 2 if asynchronous else 1",
+        "self.batch_queue_size = 2 if config.scheduler.async_scheduling else 1",
         "self.batch_queue_size = 1",
         (
             "test_reports_scheduler.py::test_03_a_victim_before_the_cursor_costs_nobody_a_turn",
@@ -694,8 +694,8 @@ OTHERS = (
         "aborts come after the update",
         0,
         "sim/engine_process.py",
-        "        self._abort_due()\n        outputs = self.core.complete(frame, result.output)\n",
-        "        outputs = self.core.complete(frame, result.output)\n",
+        "        self._abort_due()\n        outputs = self._engine.complete(frame, result.output)\n",
+        "        outputs = self._engine.complete(frame, result.output)\n",
         (
             f"{PROCESS}::test_at_one_instant_aborts_come_before_the_update",
             f"{PROCESS}::test_the_whole_order_at_one_instant",
@@ -705,10 +705,9 @@ OTHERS = (
         "the first token has an inter-token latency",
         0,
         "sim/events.py",
-        "            if before := request.output_ns:\n                gap_ns = end_ns - before[-1]\n",
-        "            before = request.output_ns\n"
-        "            if request.queued_ns != NEVER:\n"
-        "                gap_ns = end_ns - (before[-1] if before else request.queued_ns)\n",
+        "                request.first_token_ns = end_ns\n                request.since_step = step\n",
+        "                request.first_token_ns = end_ns\n                request.since_step = step\n"
+        "                regular += 1\n",
         ("test_events.py::test_a_preempted_request_keeps_its_first_times",),
     ),
     Mutation(
@@ -950,4 +949,145 @@ OTHERS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + KERNELS
+SAME_LOG = ("test_leaping.py::test_a_run_is_the_same_with_leaps",)
+CALENDAR, LEAPING, TIMES = "sim/decode_calendar.py", "sim/leaping_scheduler.py", "sim/leap_times.py"
+LEAPS = (
+    Mutation(
+        "a sleeper ends a step early",
+        0,
+        LEAPING,
+        "request.last_step = request.length_limit - 2 - request.base",
+        "request.last_step = request.length_limit - 3 - request.base",
+        SAME_LOG,
+    ),
+    Mutation(
+        "sleepers of a step take their blocks in the order of falling asleep",
+        0,
+        CALENDAR,
+        "insort(self.phases[-request.base % self._block_size], request, key=_in_order)",
+        "self.phases[-request.base % self._block_size].append(request)",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a sleeper's block is findable a step late",
+        0,
+        CALENDAR,
+        "return self.phases[(step + 1) % self._block_size]",
+        "return self.phases[step % self._block_size]",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a leap runs past an arrival on a boundary",
+        0,
+        TIMES,
+        "while steps < most and self.duration_ns(steps) < time_ns:",
+        "while steps < most and self.duration_ns(steps) <= time_ns:",
+        ("test_leaping.py::test_the_steps_until_an_instant_are_counted_exactly",),
+    ),
+    Mutation(
+        "a leap with a list of times runs past an arrival on a boundary",
+        0,
+        TIMES,
+        "                if ns >= time_ns:\n",
+        "                if ns > time_ns:\n",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a leap of even steps runs past an arrival on a boundary",
+        0,
+        TIMES,
+        "steps = min(-(-time_ns // self.first_ns), most)",
+        "steps = min(time_ns // self.first_ns + 1, most)",
+        SAME_LOG,
+    ),
+    Mutation(
+        "the context of sleepers is a step behind",
+        0,
+        CALENDAR,
+        "return self._base_sum + self.num_rows * (step + 1), step + 1 - longest[0][0]",
+        "return self._base_sum + self.num_rows * step, step + 1 - longest[0][0]",
+        SAME_LOG,
+    ),
+    Mutation(
+        "the longest row is one that has gone",
+        0,
+        CALENDAR,
+        "        while not _is_current(longest[0]):\n",
+        "        while False:\n",
+        SAME_LOG,
+    ),
+    Mutation(
+        "steps of a leap grow as if one row decoded",
+        0,
+        "sim/steptime/modelled.py",
+        "return LeapCosts(first, most, self._context_ns * shape.rows)",
+        "return LeapCosts(first, most, self._context_ns)",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a leap takes the token that an abort forbids",
+        0,
+        "sim/leaping_process.py",
+        "steps = times.steps_until(abort_ns, steps) - 1",
+        "steps = times.steps_until(abort_ns, steps)",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a leap with steps in flight takes the token that an abort forbids",
+        0,
+        "sim/overlap.py",
+        "if abort_ns is not None and end >= abort_ns:",
+        "if abort_ns is not None and end > abort_ns:",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a head once stuck stays so when another comes",
+        0,
+        LEAPING,
+        "    def add_request(self, request: Request, now: int) -> None:\n        self._stuck = None\n",
+        "    def add_request(self, request: Request, now: int) -> None:\n",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a head that looks for hits is leapt over",
+        0,
+        LEAPING,
+        "if self.kv.enable_caching or reason not in (WaitReason.BLOCKS, WaitReason.GATE):",
+        "if reason not in (WaitReason.BLOCKS, WaitReason.GATE):",
+        SAME_LOG,
+    ),
+    Mutation(
+        "rows that wait for their last token stay in the batch",
+        0,
+        LEAPING,
+        "        self.calendar.leave_batch(number)\n",
+        "",
+        SAME_LOG,
+    ),
+    Mutation(
+        "the last block of a sleeper is not findable",
+        0,
+        LEAPING,
+        "            request.num_output_placeholders = 1\n            self._tokens_arrived(request, 1)\n",
+        "            request.num_output_placeholders = 0\n",
+        SAME_LOG,
+    ),
+    Mutation(
+        "a leap begins before the worker is ready",
+        0,
+        "sim/leaping_process.py",
+        "if timeline.prepare_start(now + schedule_ns) != now + between_ns:",
+        "if False:",
+        SAME_LOG,
+    ),
+    Mutation(
+        "an eviction in a leap is counted in its first step",
+        0,
+        LEAPING,
+        "leap.evictions_at += [i] * (pool.num_evictions - evictions)",
+        "leap.evictions += pool.num_evictions - evictions",
+        SAME_LOG,
+    ),
+)
+
+MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS
