@@ -106,13 +106,13 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
     "itl": {"time_s": "time", "gap_s": "time", "samples": "count"},
     "tokens": {"request_id": "text", "index": "count", "token_id": "count", "time_s": "time"},
 }
-"""`itl` holds the gaps between the outputs of a request, pooled: `samples` gaps of `gap_s` ended at `time_s`, of requests
-that completed."""
+"""`itl` holds the gaps between the outputs of requests that completed, pooled: `samples` gaps of `gap_s` ended at
+`time_s`."""
 
 STORED_GAPS: dict[str, Kind] = {**SCHEMAS["itl"], "from_step": "count or null", "to_step": "count or null"}
-"""`itl` as its parts have it: only gaps over more than one step stand there with their times, the others follow from the
-steps (`step_rows.regular_gaps`). Negative `samples` take back those of a request that did not complete (aborted, or open
-at the end): one gap, or one for each step from `from_step + 1` to `to_step` (rows of the table of steps)."""
+"""`itl` as its parts have it: only gaps over more than one step stand there with their times, the others follow from
+the steps (`step_rows.regular_gaps`). Negative `samples` take back those of a request that did not complete (aborted, or
+open at the end): one gap, or one for each step from `from_step + 1` to `to_step` (rows of the table of steps)."""
 
 SHAPE_COLUMNS = (
     "logits_rows",

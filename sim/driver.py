@@ -70,6 +70,7 @@ class Driver(ABC, Generic[F]):
             turnaround_ns=getattr(timer, "turnaround_ns", 0),
         )
         self._cache_resets = deque(sorted(cache_resets_ns))
+        self._logs_blocks = core.scheduler.kv.pool.journal is not None
 
     @property
     def now(self) -> int:
@@ -80,8 +81,10 @@ class Driver(ABC, Generic[F]):
         """Serves the workload to its end."""
         while True:
             self._take_in()
-            self._abort_due()
-            self._reset_due()
+            if self._aborts:
+                self._abort_due()
+            if self._cache_resets:
+                self._reset_due()
             if (landing := self._leap()) is not None:
                 yield landing
                 self._land()
@@ -206,8 +209,6 @@ class Driver(ABC, Generic[F]):
 
     def _abort_due(self) -> None:
         """Aborts whose time has come. One due before its request was taken in has waited for that."""
-        if not self._aborts:
-            return
         while self._aborts and self._aborts[0][0] <= self.now:
             _, _, request = heapq.heappop(self._aborts)
             if self.core.scheduler.requests.get(request.request_id) is request:
@@ -235,6 +236,8 @@ class Driver(ABC, Generic[F]):
         self._arrivals.finished(request_id, self.now)
 
     def _log_blocks(self) -> None:
+        if not self._logs_blocks:
+            return
         changes = self.core.drain_block_changes()
         if changes:
             self.log.block_changes(changes, self.now)

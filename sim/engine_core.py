@@ -65,7 +65,7 @@ class Core(ABC, Generic[F]):
         A driver begins another step as long as the last one has tokens and fewer than `batch_queue_size` are in
         flight; else it completes the oldest.
         """
-        if not self.has_work() or not self.has_room:
+        if len(self.in_flight) >= self.batch_queue_size or not self.has_work():
             return None
         frame = self._schedule(self._next_step, now)
         self._next_step += 1

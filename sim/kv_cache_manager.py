@@ -142,7 +142,7 @@ class KVCacheManager:
         return new_blocks
 
     def begin_blocks(self, requests: Sequence[Request]) -> None:
-        """One more block for each of these decodes, in this order; without prefix caching, and where there are enough."""
+        """One more block for each of these decodes, in this order: without prefix caching, where there are enough."""
         if len(requests) == 1:
             # As a rule.
             requests[0].block_ids += self.pool.take(1, "")

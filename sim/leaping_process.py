@@ -81,6 +81,8 @@ class LeapingProcess(Driver[LightFrame]):
         self._engine, self._scheduler = core, core.leaping
         self._timer = timer
         self._host = host or LinearHostModel()
+        self._host_is_free = self._host == LinearHostModel()
+        self._overlaps = core.batch_queue_size > 1
         self._on_progress = on_progress
         self._leaps = leaps
         self._submitted: deque[Submitted] = deque()
@@ -95,22 +97,28 @@ class LeapingProcess(Driver[LightFrame]):
             self.log.woke(frame.woken)
         self.log.decided(frame.record, frame.start_ns)
         self._log_blocks()
-        schedule_ns = self._host.schedule_of(frame.shape.rows, frame.num_new)
-        if schedule_ns:
-            yield self.env.timeout(schedule_ns)
+        schedule_ns, now = 0, frame.start_ns
+        if not self._host_is_free:
+            schedule_ns = self._host.schedule_of(frame.shape.rows, frame.num_new)
+            if schedule_ns:
+                yield self.env.timeout(schedule_ns)
+                now += schedule_ns
         cost = self._timer.cost(frame.shape)
-        times = self._timeline.submit(self.now, schedule_ns, cost.prepare_ns, cost.device_ns)
+        times = self._timeline.submit(now, schedule_ns, cost.prepare_ns, cost.device_ns)
         self._submitted.append(Submitted(frame, cost, times))
 
     def _complete(self) -> Generator[simpy.Event, Any, None]:
         frame, cost, times = self._submitted.popleft()
-        times.update_ns = self._host.update_of(frame.shape.rows)
-        delay = max(times.device_end_ns - self.now, 0) + times.update_ns
-        if delay:
-            yield self.env.timeout(delay)
-        self._abort_due()
+        if not self._host_is_free:
+            times.update_ns = self._host.update_of(frame.shape.rows)
+        now = self.now
+        end_ns = max(times.device_end_ns, now) + times.update_ns
+        if end_ns > now:
+            yield self.env.timeout(end_ns - now)
+        if self._aborts:
+            self._abort_due()
         outputs = self._engine.complete(frame)
-        self.log.stepped_lightly(frame, cost, self._timer.source, times, self.now, outputs)
+        self.log.stepped_lightly(frame, cost, self._timer.source, times, end_ns, outputs)
         self._finish(1, outputs)
         if outputs.regular or outputs.new_token_ids:
             self._guard.progress()
@@ -120,7 +128,8 @@ class LeapingProcess(Driver[LightFrame]):
 
     def _finish(self, num_steps: int, outputs: LightOutputs) -> None:
         """After an update: whoever ended is gone."""
-        self._log_blocks()
+        if self._logs_blocks:
+            self._log_blocks()
         for request_id in outputs.finished:
             self._ended(request_id)
         if self._on_progress is not None:
@@ -134,18 +143,19 @@ class LeapingProcess(Driver[LightFrame]):
     # ------------------------------------------------------------ leaps
 
     def _leap(self) -> simpy.Event | None:
-        if not self._leaps or len(self.core.in_flight) >= self.core.batch_queue_size:
+        scheduler, in_flight = self._scheduler, len(self._submitted)
+        if not self._leaps or in_flight != self._overlaps:
             return None
-        most = self._scheduler.leap_length()
-        if most:
-            most = self._scheduler.steps_with_blocks(most)
+        most = scheduler.leap_length()
         if not most:
             return None
-        if self.core.batch_queue_size > 1:
-            return self._leap_overlapped(most) if self.core.in_flight else None
+        if in_flight:
+            return self._leap_overlapped(most)
         now, timeline = self.now, self._timeline
-        shape = self._scheduler.leap_shape()
-        schedule_ns, update_ns = self._host.schedule_of(shape.rows, 0), self._host.update_of(shape.rows)
+        shape = scheduler.leap_shape()
+        schedule_ns = update_ns = 0
+        if not self._host_is_free:
+            schedule_ns, update_ns = self._host.schedule_of(shape.rows, 0), self._host.update_of(shape.rows)
         between_ns = timeline.between_steps_ns(schedule_ns, update_ns)
         if timeline.prepare_start(now + schedule_ns) != now + between_ns:
             # The worker is not ready yet: the first step would be longer than its like.
@@ -157,9 +167,10 @@ class LeapingProcess(Driver[LightFrame]):
         steps = self._num_steps(times, costs.num_steps, event_ns, now)
         if not steps:
             return None
-        leap = self._scheduler.leap(steps, shape, self._block_log(lambda i: now + times.duration_ns(i)))
-        leap.growth_ns, leap.each_device_ns = costs.growth_ns, costs.each_ns[: leap.num_steps]
-        duration_ns = times.duration_ns(leap.num_steps)
+        block_log = self._block_log(lambda i: now + times.duration_ns(i)) if self._logs_blocks else None
+        leap = scheduler.leap(steps, shape, block_log)
+        leap.growth_ns, leap.each_device_ns = costs.growth_ns, costs.each_ns[:steps]
+        duration_ns = times.duration_ns(steps)
         first = timeline.submit(now + schedule_ns, schedule_ns, cost.prepare_ns, cost.device_ns)
         first.update_ns = update_ns
         timeline.skip_to(now + duration_ns - update_ns)
@@ -191,7 +202,8 @@ class LeapingProcess(Driver[LightFrame]):
         steps = overlap.run(now, times, event_ns, self._aborts[0][0] if self._aborts else None)
         if not steps:
             return None
-        leap = self._scheduler.leap(steps, shape, self._block_log(overlap.starts.__getitem__))
+        block_log = self._block_log(overlap.starts.__getitem__) if self._logs_blocks else None
+        leap = self._scheduler.leap(steps, shape, block_log)
         self._submitted.popleft()
         outputs = self._engine.complete(before)
         self.log.stepped_lightly(before, cost, self._timer.source, times, overlap.ends[0], outputs)
@@ -223,10 +235,8 @@ class LeapingProcess(Driver[LightFrame]):
         )
         self.num_leapt += steps
 
-    def _block_log(self, start_of: Callable[[int], int]) -> Callable[[int], None] | None:
-        """Tells the log what became of blocks in a step of a leap, where it wants to know."""
-        if self._scheduler.kv.pool.journal is None:
-            return None
+    def _block_log(self, start_of: Callable[[int], int]) -> Callable[[int], None]:
+        """Tells the log what became of blocks in a step of a leap."""
         self._log_blocks()
 
         def begun(step: int) -> None:

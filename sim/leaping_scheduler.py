@@ -136,7 +136,8 @@ class LeapingScheduler(Scheduler):
     # ------------------------------------------------------------ leaps
 
     def leap_length(self) -> int:
-        """Steps, from the next one on, that are nothing but the tokens of the rows that sleep, up to one's last.
+        """Steps, from the next one on, that are nothing but tokens of the rows that sleep, up to one's last, and that
+        there are blocks for.
 
         0 where the next step may be more than that.
         """
@@ -146,7 +147,9 @@ class LeapingScheduler(Scheduler):
             return 0
         if self.waiting and self._stuck is None:
             return 0
-        return calendar.next_end() - self._number + 1
+        steps = calendar.next_end() - self._number + 1
+        spare = self.kv.pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
+        return steps if steps * rows <= spare else self._steps_with_blocks(steps, spare)
 
     def leap_shape(self) -> StepShape:
         """Of the next step, where it is one of a leap."""
@@ -154,11 +157,8 @@ class LeapingScheduler(Scheduler):
         context, longest = self.calendar.context(self._number)
         return StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
 
-    def steps_with_blocks(self, most: int) -> int:
-        """So many of the steps that `leap_length` found, or those before the first that blocks are short for."""
-        blocks = self.kv.pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
-        if most * self.calendar.num_rows <= blocks:
-            return most
+    def _steps_with_blocks(self, most: int, blocks: int) -> int:
+        """So many steps from the next one on, or those before the first that these blocks are too few for."""
         for steps in range(most):
             blocks -= len(self.calendar.beginning_block(self._number + steps))
             if blocks < 0:

@@ -37,9 +37,9 @@ class SchedulingPolicy(Protocol):
     the hooks `on_queued(request, now)`, `on_scheduled(request, num_tokens, now)`, `on_ended(request)`, for a
     policy that keeps accounts. Hooks must not change requests.
 
-    `leaps = True` in the class itself declares that its decisions stay what they are while the same requests decode and
-    nobody comes or goes, so that a simulation need not ask it in every step; without it, and with a `may_admit` or hooks
-    of its own, it is asked.
+    `leaps = True` in the class itself declares that its decisions stay what they are while the same requests decode
+    and nobody comes or goes, so that a simulation need not ask it in every step; without it, and with a `may_admit` or
+    hooks of its own, it is asked.
     """
 
     def order_key(self, request: Request, now: int) -> tuple[Any, ...]:

@@ -49,8 +49,9 @@ def simulate(
 ) -> int:
     """Serves `workload` to its end and closes the log, also when it ends early; returns the end in simulated ns.
 
-    Steps with a modelled time go without plans where nobody wants to see these, and many at once where they are alike:
-    the log is the same (`why_stepped` says what stands against it). `leaps`: many at once, `plans`: no step without one.
+    Steps with a modelled time go without plans where nobody wants to see these, and many at once where they are
+    alike: the log is the same (`why_stepped` says what stands against it). `leaps`: many at once; `plans`: no step
+    without one. `on_progress`: told of steps, of requests that ended with them, and of the time in ns.
 
     `vocab_size`: refuse requests with a token id outside it (None: any id will do).
     `policy`: another than the configuration names. `cache_resets_ns`: when to ask for a prefix-cache reset.

@@ -155,7 +155,7 @@ class _Expansion:
         repeats = part["repeats"].to_numpy().astype(np.int64)
         self._first = np.cumsum(repeats) - repeats
         self._row = np.repeat(np.arange(len(part)), repeats)
-        self._offset = np.arange(int(repeats.sum())) - self._first[self._row]
+        self._offset: Int64s = np.arange(int(repeats.sum())) - self._first[self._row]
         self._cache: dict[str, Int64s] = {}
 
     def table(self, names: Sequence[str]) -> pa.Table:

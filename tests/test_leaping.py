@@ -166,7 +166,12 @@ class Silent(FCFS):
 
 def test_a_policy_is_stepped_unless_it_declares_leaps() -> None:
     """A declaration is the class's own, and does not hold for one with a say in every step."""
-    assert [may_leap(load_policy(name)) for name in ("fcfs", "priority", "sjf", "fair")] == [True, True, True, False]
+    assert [may_leap(load_policy(name)) for name in ("fcfs", "priority", "sjf", "fair")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert may_leap(Priority()) and not may_leap(Silent()) and not may_leap(NoTwoAtOnce())
 
 
@@ -185,7 +190,9 @@ def test_a_stepped_policy_leaps_over_nothing(policy: FCFS) -> None:
     st.integers(1, 200),
     st.integers(1, 10**11),
 )
-def test_the_steps_until_an_instant_are_counted_exactly(first: int, growth: int, most: int, time_ns: int) -> None:
+def test_the_steps_until_an_instant_are_counted_exactly(
+    first: int, growth: int, most: int, time_ns: int
+) -> None:
     """The least number whose end is not before it; the sum is that of the steps one by one."""
     times = LeapTimes(first, growth)
     each = [first + growth * i for i in range(most)]

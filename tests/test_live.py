@@ -17,12 +17,12 @@ import pytest
 
 from servetwin.executor.live import LiveEngine, Served
 from servetwin.executor.testing import TINY_VOCAB_SIZE, tiny_model
+from servetwin.sim.columns import Part
 from servetwin.sim.contract import EngineDeadError, SamplingParams
 from servetwin.sim.engine_options import EngineOptions
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.progress_guard import StalledError
 from servetwin.sim.runs import Run, read_run
-from servetwin.sim.columns import Part
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads.spec import ListWorkload, RequestSpec
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from servetwin.sim.columns import SCHEMAS, Columns
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
 from servetwin.sim.definitions import DEFINITIONS
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.metrics import Distribution, distribution, summarize, timestamps
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.modelled import ModelledStepTimer
-from servetwin.sim.columns import SCHEMAS, Columns
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads import ListWorkload, RequestSpec
 

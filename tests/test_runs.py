@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from servetwin.sim.columns import SCHEMAS, Columns
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
 from servetwin.sim.events import EventLog, MemorySink, Sink
 from servetwin.sim.metrics import summarize
@@ -29,7 +30,6 @@ from servetwin.sim.runs import (
 )
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
-from servetwin.sim.columns import SCHEMAS, Columns
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads import ListWorkload, RequestSpec
 

@@ -71,8 +71,8 @@ class StepModel(Protocol):
 
         A model that says something else of the same shape another time declares `pure = False`.
 
-        For speed, also optional: `duration_ns(shape) -> int` is the same for one step with tokens, and `context_ns` says
-        that a step of decode rows takes f(rows) + context_ns x decode_context_tokens, to the ns.
+        For speed, also optional: `duration_ns(shape) -> int` is the same for one step with tokens, and `context_ns`
+        says that a step of decode rows takes f(rows) + context_ns x decode_context_tokens, to the ns.
         """
         ...
 
