@@ -143,12 +143,22 @@ class KVCacheManager:
 
     def begin_blocks(self, requests: Sequence[Request]) -> None:
         """One more block for each of these decodes, in this order: without prefix caching, where there are enough."""
-        if len(requests) == 1:
-            # As a rule.
-            requests[0].block_ids += self.pool.take(1, "")
+        if len(requests) == 1 or self.pool.journal is not None:
+            for request in requests:
+                self.begin_block(request)
             return
         for request, block in zip(requests, self.pool.take(len(requests), ""), strict=True):
             request.block_ids.append(block)
+
+    def begin_block(self, request: Request) -> None:
+        """One more block for a decode, where there is one."""
+        request.block_ids += self.pool.take(1, request.request_id)
+
+    def hash_next_block(self, request: Request) -> None:
+        """Makes one more block of a decode findable, which is full of known tokens."""
+        place = request.num_hashed_blocks
+        self.pool.insert((request.block_ids[place],), (request.block_hashes(place + 1)[place],))
+        request.num_hashed_blocks = place + 1
 
     def note_plain(self, request: Request) -> None:
         """Of a decode whose tokens were counted elsewhere: until when it needs nobody's attention."""

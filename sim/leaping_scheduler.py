@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -173,7 +173,10 @@ class LeapingScheduler(Scheduler):
         leap = Leap(num_steps, shape, len(self.running), len(self.waiting))
         self.finished_req_ids = set()
         if self.kv.enable_caching or begun is not None:
-            for i in range(num_steps):
+            self._leap_step(0, leap)
+            if begun is not None:
+                begun(0)
+            for i in self._steps_with_blocks_to_do(num_steps):
                 self._leap_step(i, leap)
                 if begun is not None:
                     begun(i)
@@ -181,6 +184,17 @@ class LeapingScheduler(Scheduler):
             self._leap_uncached(leap)
         self._number += num_steps
         return leap
+
+    def _steps_with_blocks_to_do(self, num_steps: int) -> Iterator[int]:
+        """The steps of a leap (from its second, 1, on) in which some row begins or fills a block."""
+        phases, size = self.calendar.phases, self.kv.block_size
+        # Of a step: those that begin a block, and those of the next one, which fill theirs in this.
+        begins = [bool(phase) for phase in phases]
+        busy = [begins[i] or begins[(i + 1) % size] for i in range(size)]
+        number = self._number
+        for i in range(1, num_steps):
+            if busy[(number + i) % size]:
+                yield i
 
     def _leap_step(self, i: int, leap: Leap) -> None:
         pool, number = self.kv.pool, self._number + i
@@ -311,13 +325,19 @@ class LeapingScheduler(Scheduler):
 
     def _serve_sleepers(self, due: list[Request], number: int) -> None:
         """Blocks for the sleepers that begin or fill one in a step."""
-        if not self.kv.enable_caching and self.kv.pool.journal is None:
-            self.kv.begin_blocks(due)
+        kv = self.kv
+        if not kv.enable_caching:
+            kv.begin_blocks(due)
             return
+        # Known in this step; what was sampled last is known a step later with asynchronous scheduling.
+        size, known = kv.block_size, number if self._counts_ahead else number + 1
         for request in due:
-            self._catch_up(request, number)
-            blocks = self.kv.next_slot(request)
-            assert blocks is not None, "counted before"
+            if (request.base + number) % size == 0:
+                kv.begin_block(request)
+            if (request.num_hashed_blocks + 1) * size <= request.base + known:
+                if request.keeps_tokens:
+                    self._catch_up(request, number)
+                kv.hash_next_block(request)
 
     def _admit(self, request: Request, num_tokens: int, hits: list[int], step: Step, now: int) -> None:
         super()._admit(request, num_tokens, hits, step, now)

@@ -7,6 +7,7 @@ deviations are those of the population.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,7 @@ from servetwin.sim.definitions import (
     definitions,
 )
 from servetwin.sim.events import COMPLETED
+from servetwin.sim.step_rows import StepFigures, figures
 from servetwin.sim.tables import Tables, ns_array
 from servetwin.sim.units import NS_PER_S
 
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFINITIONS",
     "Distribution",
-    "StepSums",
     "distribution",
     "engine_intervals",
     "finish_counts",
     "statistics_ms",
+    "step_figures",
     "summarize",
     "timestamps",
 ]
@@ -112,22 +114,22 @@ def summarize(
     milliseconds, rates are per second of `duration` (first arrival to last finish of a completed request).
     """
     chosen = definitions(metric_defs)
-    steps = StepSums.of(log)
+    steps = step_figures(log)
     done = log.requests[log.requests.finish_reason.isin(COMPLETED)]
     times = timestamps(done)
     latencies = {
-        "ttft": distribution(chosen.ttft, times, log.itl),
-        "tpot": distribution(chosen.tpot, times, log.itl),
-        "itl": distribution(chosen.itl, times, log.itl),
-        "e2el": distribution(chosen.e2e, times, log.itl),
+        "ttft": distribution(chosen.ttft, times, log),
+        "tpot": distribution(chosen.tpot, times, log),
+        "itl": distribution(chosen.itl, times, log),
+        "e2el": distribution(chosen.e2e, times, log),
     }
     # No key of `vllm bench serve`: it stands with ours only.
-    ntpot = {"ntpot": distribution(chosen.ntpot, times, log.itl)} if chosen.ntpot else {}
-    held_back = _client_intervals(times, log.itl)
+    ntpot = {"ntpot": distribution(chosen.ntpot, times, log)} if chosen.ntpot else {}
+    held_back = _client_intervals(times, log)
     client_formulas = {name: CLIENT_INTERVALS[name].formula for name in held_back}
     return {
         **_totals(log.requests, done, times, goodput_ms),
-        **_peaks(times, log.itl),
+        **_peaks(times, log),
         **{k: v for name, d in latencies.items() for k, v in _bench_statistics(name, d).items()},
         **{k: v for name, d in held_back.items() for k, v in _bench_statistics(name, d).items()},
         **_drafting(steps),
@@ -142,7 +144,7 @@ def summarize(
             "requests": finish_counts(log),
             "latency": {
                 f"{name}_ms": statistics_ms(d)
-                for name, d in (latencies | ntpot | engine_intervals(times, log.itl) | held_back).items()
+                for name, d in (latencies | ntpot | engine_intervals(times, log) | held_back).items()
             },
             **_engine_figures(log, steps),
         },
@@ -164,23 +166,24 @@ def timestamps(requests: pd.DataFrame) -> Timestamps:
     )
 
 
-def distribution(metric: Metric, times: Timestamps, itl: pd.DataFrame) -> Distribution:
-    """A metric over completed requests, or over their pooled gaps, in ns."""
+def distribution(metric: Metric, times: Timestamps, log: Tables) -> Distribution:
+    """A metric over completed requests, or over their pooled gaps (those of the log), in ns."""
     if isinstance(metric, RequestMetric):
         return Distribution.of(metric.of(times))
-    return Distribution.of(ns_array(itl.gap_s), itl.samples.to_numpy(dtype=np.float64))
+    lengths, counts = log.gap_lengths
+    return Distribution.of(lengths.astype(np.float64), counts.astype(np.float64))
 
 
-def engine_intervals(times: Timestamps, itl: pd.DataFrame) -> dict[str, Distribution]:
+def engine_intervals(times: Timestamps, log: Tables) -> dict[str, Distribution]:
     """Queue, prefill, decode and inference time of completed requests, in ns."""
-    return {name: distribution(metric, times, itl) for name, metric in ENGINE_INTERVALS.items()}
+    return {name: distribution(metric, times, log) for name, metric in ENGINE_INTERVALS.items()}
 
 
-def _client_intervals(times: Timestamps, itl: pd.DataFrame) -> dict[str, Distribution]:
+def _client_intervals(times: Timestamps, log: Tables) -> dict[str, Distribution]:
     """What a client's own queue added, in ns; nothing where it held no request back."""
     if not (times.sent > times.arrival).any():
         return {}
-    return {name: distribution(metric, times, itl) for name, metric in CLIENT_INTERVALS.items()}
+    return {name: distribution(metric, times, log) for name, metric in CLIENT_INTERVALS.items()}
 
 
 def statistics_ms(d: Distribution) -> dict[str, Any]:
@@ -203,49 +206,18 @@ def finish_counts(log: Tables) -> dict[str, int]:
     return dict(sorted(counts.items())) | {"open": arrived - sum(counts.values())}
 
 
-@dataclass(frozen=True)
-class StepSums:
+def step_figures(log: Tables) -> StepFigures:
     """What a summary needs of the steps of a run, however many they are."""
-
-    totals: Mapping[str, int]
-    """Sums of columns of counts."""
-    num_steps: int
-    """Steps with tokens."""
-    busy_ns: int
-    """Time in which the worker prepared or the device ran: the sum of prepare_s + device_s."""
-    kv_peak_used_fraction: float | None
-    """Largest share of usable blocks in use after a schedule call (the null block is no usable block); None where no
-    step knows its blocks (plans that were run without a scheduler)."""
-
-    @classmethod
-    def of(cls, log: Tables) -> StepSums:
-        totals, num_steps, busy_ns, peaks = dict.fromkeys(SUMMED, 0), 0, 0, []
-        for steps in log.step_frames([*SUMMED, "rows", "prepare_s", "device_s", *BLOCKS]):
-            for name in SUMMED:
-                totals[name] += int(steps[name].fillna(0).sum())
-            num_steps += int((steps.rows > 0).sum())
-            busy_ns += int(np.sum(ns_array(steps.prepare_s) + ns_array(steps.device_s)))
-            usable = steps[list(BLOCKS)].sum(axis=1).to_numpy(dtype=np.float64)
-            known = usable > 0
-            if known.any():
-                peaks.append(float((steps.used_blocks.to_numpy()[known] / usable[known]).max()))
-        return cls(totals, num_steps, busy_ns, max(peaks, default=None))
-
-
-SUMMED = (
-    "prefill_tokens",
-    "decode_tokens",
-    "prefix_query_tokens",
-    "prefix_hit_tokens",
-    "preempted_query_tokens",
-    "preempted_hit_tokens",
-    "evictions",
-    "predicted_outside",
-    "draft_rows",
-    "draft_tokens",
-    "accepted_draft_tokens",
-)
-BLOCKS = ("used_blocks", "cached_free_blocks", "free_blocks")
+    totals: Counter[str] = Counter()
+    num_steps = num_leapt = busy_ns = 0
+    peaks = []
+    for part in map(figures, log.iter_parts("steps")):
+        totals.update(part.totals)
+        num_steps += part.num_steps
+        num_leapt += part.num_leapt
+        busy_ns += part.busy_ns
+        peaks += [] if part.peak_used_fraction is None else [part.peak_used_fraction]
+    return StepFigures(totals, num_steps, num_leapt, busy_ns, max(peaks, default=None))
 
 
 def _bench_statistics(name: str, d: Distribution) -> dict[str, float | None]:
@@ -287,7 +259,7 @@ def _good(times: Timestamps, limits_ms: Mapping[str, float]) -> int:
     return int(good.sum())
 
 
-def _peaks(times: Timestamps, itl: pd.DataFrame) -> dict[str, Any]:
+def _peaks(times: Timestamps, log: Tables) -> dict[str, Any]:
     """Largest number of outputs, and of requests present, in one second; seconds start at the first arrival.
 
     As in `vllm bench serve`: completed requests only; one is present in every second that it touches.
@@ -296,13 +268,18 @@ def _peaks(times: Timestamps, itl: pd.DataFrame) -> dict[str, Any]:
         return {"max_output_tokens_per_s": None, "max_concurrent_requests": None}
     origin = times.arrival.min()
     first, last = _seconds(times.arrival - origin), _seconds(times.last_token - origin)
-    gap_ends = _seconds(ns_array(itl.time_s) - origin)
-    kept = (gap_ends >= 0) & (gap_ends <= last.max())
-    ends = np.concatenate([_seconds(times.first_token - origin), gap_ends[kept]])
-    outputs = np.concatenate([np.ones(len(first)), itl.samples.to_numpy()[kept]])
+    seconds = [_seconds(times.first_token - origin)]
+    outputs = [np.ones(len(first))]
+    for gaps in log.gap_parts():
+        second = _seconds(gaps.time_ns - origin)
+        kept = (second >= 0) & (second <= last.max())
+        seconds_of_part, place = np.unique(second[kept], return_inverse=True)
+        seconds.append(seconds_of_part)
+        sums = np.bincount(place, weights=gaps.samples[kept], minlength=len(seconds_of_part))
+        outputs.append(sums.astype(np.float64))
     come_and_go = np.concatenate([np.ones(len(first)), -np.ones(len(last))])
     return {
-        "max_output_tokens_per_s": float(_by_second(ends, outputs).max()),
+        "max_output_tokens_per_s": float(_by_second(np.concatenate(seconds), np.concatenate(outputs)).max()),
         "max_concurrent_requests": int(
             _by_second(np.concatenate([first, last + 1]), come_and_go).cumsum().max()
         ),
@@ -321,7 +298,7 @@ def _seconds(ns: Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return seconds
 
 
-def _engine_figures(log: Tables, steps: StepSums) -> dict[str, Any]:
+def _engine_figures(log: Tables, steps: StepFigures) -> dict[str, Any]:
     requests, totals = log.requests, steps.totals
     computed = totals["prefill_tokens"] + totals["decode_tokens"]
     queries, hits = totals["prefix_query_tokens"], totals["prefix_hit_tokens"]
@@ -329,7 +306,7 @@ def _engine_figures(log: Tables, steps: StepSums) -> dict[str, Any]:
     # Each prompt once. The queries of the steps are vLLM's counters: a refused head is looked up again in every step.
     came_in = requests[requests.first_scheduled_s.notna()]
     cached, admitted = int(came_in.cached_tokens.sum()), int(came_in.num_prompt_tokens.sum())
-    leapt = log.num_leapt()
+    leapt = steps.num_leapt
     return {
         "steps": steps.num_steps,
         "leapt_steps": leapt,
@@ -347,12 +324,12 @@ def _engine_figures(log: Tables, steps: StepSums) -> dict[str, Any]:
         "prefix_hit_rate": hits / queries if queries else None,
         "preempted_query_tokens": totals["preempted_query_tokens"],
         "preempted_hit_tokens": totals["preempted_hit_tokens"],
-        "kv_peak_used_fraction": steps.kv_peak_used_fraction,
+        "kv_peak_used_fraction": steps.peak_used_fraction,
         "predicted_outside_steps": totals["predicted_outside"],
     }
 
 
-def _drafting(steps: StepSums) -> dict[str, Any]:
+def _drafting(steps: StepFigures) -> dict[str, Any]:
     """vLLM's figures of speculative decoding; nothing where no draft was verified.
 
     acceptance_rate = accepted / drafted tokens in percent; acceptance_length = 1 + accepted tokens per verification.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -243,7 +243,11 @@ class Run(Tables):
         return "tokens" in self.header["parts"]
 
     def parts(self, table: str) -> Sequence[pa.Table]:
-        return [_read_part(self.path / name, table) for name in self.header["parts"].get(table, [])]
+        return list(self.iter_parts(table))
+
+    def iter_parts(self, table: str) -> Iterator[pa.Table]:
+        for name in self.header["parts"].get(table, []):
+            yield _read_part(self.path / name, table)
 
 
 def read_run(path: str | Path) -> Run:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from servetwin.sim.columns import CHUNK_ROWS, NEVER, SCHEMAS, PackedInts, arrow_schema, int_array
 from servetwin.sim.units import NS_PER_S
@@ -130,19 +130,109 @@ def regular_gaps(part: pa.Table) -> tuple[Int64s, Int64s]:
     """Of every step: its end in ns, and how many rows had their last token before with the step in front of it."""
     import numpy as np
 
-    ends = np.rint(expanded(part, ["end_s"])["end_s"].to_numpy() * NS_PER_S).astype(np.int64)
-    if "regular_gaps" not in part.column_names or part["regular_gaps"].null_count == len(part):
-        return ends, np.zeros(len(part), dtype=np.int64)
-    counts = part["regular_gaps"].to_numpy().astype(np.int64)
-    return ends, np.repeat(counts, part["repeats"].to_numpy().astype(np.int64))
+    ends = _ns(expanded(part, ["end_s"]), "end_s")
+    return ends, np.repeat(_integers(part, "regular_gaps"), _integers(part, "repeats", 1))
 
 
-def num_leapt(part: pa.Table) -> int:
+class StepFigures(NamedTuple):
+    """What can be said of the steps of a part without making them one by one."""
+
+    totals: dict[str, int]
+    """Sums of the columns SUMMED."""
+    num_steps: int
+    """Steps with tokens."""
+    num_leapt: int
     """Steps of rows that are more than one."""
-    if "repeats" not in part.column_names or part["repeats"].null_count == len(part):
-        return 0
-    repeats = part["repeats"].to_numpy()
-    return int(repeats[repeats > 1].sum())
+    busy_ns: int
+    """The sum of prepare_s + device_s."""
+    peak_used_fraction: float | None
+    """Largest share of usable blocks in use; None where no step knows its blocks."""
+
+
+SUMMED = (
+    "prefill_tokens",
+    "decode_tokens",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "preempted_query_tokens",
+    "preempted_hit_tokens",
+    "evictions",
+    "predicted_outside",
+    "draft_rows",
+    "draft_tokens",
+    "accepted_draft_tokens",
+)
+
+
+def figures(part: pa.Table) -> StepFigures:
+    """Of all steps of a part."""
+    import numpy as np
+
+    repeats = _integers(part, "repeats", 1)
+    totals = {name: int((_integers(part, name) * repeats).sum()) for name in SUMMED}
+    # What a row says of evictions is of its first step alone; blocks in use only grow within a row.
+    totals["evictions"] = int(_integers(part, "evictions").sum()) + int(_lengths(part, "evictions_at").sum())
+    used = _integers(part, "used_blocks")
+    usable = used + _integers(part, "cached_free_blocks") + _integers(part, "free_blocks")
+    known = usable > 0
+    peak = (used + _lengths(part, "blocks_begun_at"))[known] / usable[known]
+    return StepFigures(
+        totals,
+        int(repeats[_integers(part, "rows") > 0].sum()),
+        int(repeats[repeats > 1].sum()),
+        int((_ns(part, "prepare_s") * repeats).sum() + _device_ns(part, repeats).sum()),
+        float(np.max(peak)) if len(peak) else None,
+    )
+
+
+def _device_ns(part: pa.Table, repeats: Int64s) -> Int64s:
+    """Of each row, all of its steps together."""
+    import numpy as np
+
+    total = _ns(part, "device_s") * repeats
+    total += _integers(part, "device_growth_ns") * (repeats * (repeats - 1) // 2)
+    lengths = _lengths(part, "each_device_ns")
+    if lengths.any():
+        sums = np.add.reduceat(_items(part, "each_device_ns"), (np.cumsum(lengths) - lengths)[lengths > 0])
+        total[lengths > 0] = sums
+    return total
+
+
+def _integers(part: pa.Table, name: str, otherwise: int = 0) -> Int64s:
+    """A column of whole numbers; `otherwise` for nulls, and where an older part has no such column."""
+    import numpy as np
+
+    if name not in part.column_names:
+        return np.full(len(part), otherwise, dtype=np.int64)
+    values: Int64s = part[name].fill_null(otherwise).to_numpy().astype(np.int64)
+    return values
+
+
+def _ns(part: pa.Table, name: str) -> Int64s:
+    """A column of times in ns, NEVER for null."""
+    import numpy as np
+
+    seconds = part[name].to_numpy()
+    ns: Int64s = np.where(np.isnan(seconds), NEVER, np.rint(np.nan_to_num(seconds) * NS_PER_S)).astype(
+        np.int64
+    )
+    return ns
+
+
+def _lengths(part: pa.Table, name: str) -> Int64s:
+    """How many items each row's list has."""
+    import numpy as np
+
+    if name not in part.column_names:
+        return np.zeros(len(part), dtype=np.int64)
+    lengths: Int64s = part[name].combine_chunks().value_lengths().fill_null(0).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _items(part: pa.Table, name: str) -> Int64s:
+    """The items of all rows' lists."""
+    items: Int64s = part[name].combine_chunks().flatten().to_numpy()
+    return items
 
 
 class _Expansion:
@@ -152,7 +242,7 @@ class _Expansion:
         import numpy as np
 
         self._part = part
-        repeats = part["repeats"].to_numpy().astype(np.int64)
+        repeats = _integers(part, "repeats", 1)
         self._first = np.cumsum(repeats) - repeats
         self._row = np.repeat(np.arange(len(part)), repeats)
         self._offset: Int64s = np.arange(int(repeats.sum())) - self._first[self._row]
@@ -165,7 +255,6 @@ class _Expansion:
         return pa.Table.from_arrays([self._column(name) for name in names], schema=schema)
 
     def _column(self, name: str) -> pa.Array:
-        import numpy as np
         import pyarrow as pa
 
         change = getattr(self, f"_change_of_{name}", None)
@@ -176,36 +265,30 @@ class _Expansion:
             ns = first[self._row] + change()
             return pa.array(ns / NS_PER_S, mask=first[self._row] == NEVER)
         column = self._part[name]
-        stored = column.fill_null(0).to_numpy().astype(np.int64)[self._row]
+        stored = _integers(self._part, name)[self._row]
         missing = column.is_null().to_numpy()[self._row] if column.null_count else None
         return pa.array(stored + change(), mask=missing)
 
     def _ns(self, name: str) -> Int64s:
-        """A stored column of times in ns."""
-        import numpy as np
-
         if name not in self._cache:
-            seconds = self._part[name].to_numpy()
-            ns = np.where(np.isnan(seconds), NEVER, np.rint(np.nan_to_num(seconds) * NS_PER_S))
-            self._cache[name] = ns.astype(np.int64)
+            self._cache[name] = _ns(self._part, name)
         return self._cache[name]
 
     def _each(self, name: str, changes: Int64s, first: Int64s) -> Int64s:
         """The changes that follow from the first step, and where a list says each of them those."""
         import numpy as np
 
-        lists = self._part[name].combine_chunks()
-        lengths = lists.value_lengths().fill_null(0).to_numpy()
+        lengths = _lengths(self._part, name)
         if lengths.any():
             given = lengths > 0
             changes = changes.copy()
-            changes[given[self._row]] = lists.flatten().to_numpy() - np.repeat(first[given], lengths[given])
+            changes[given[self._row]] = _items(self._part, name) - np.repeat(first[given], lengths[given])
         return changes
 
     def _change_of_device_s(self) -> Int64s:
         """Of a step against the first of its row, in ns."""
         if "device" not in self._cache:
-            growth = self._part["device_growth_ns"].to_numpy().astype("int64")
+            growth = _integers(self._part, "device_growth_ns")
             even = growth[self._row] * self._offset
             self._cache["device"] = self._each("each_device_ns", even, self._ns("device_s"))
         return self._cache["device"]
@@ -234,10 +317,7 @@ class _Expansion:
         return self._each("each_end_ns", after, self._ns("end_s"))
 
     def _change_of_decode_context_tokens(self) -> Int64s:
-        import numpy as np
-
-        rows: Int64s = self._part["decode_rows"].to_numpy().astype(np.int64)
-        grown: Int64s = rows[self._row] * self._offset
+        grown: Int64s = _integers(self._part, "decode_rows")[self._row] * self._offset
         return grown
 
     def _change_of_decode_context_max_tokens(self) -> Int64s:
@@ -248,10 +328,8 @@ class _Expansion:
         import numpy as np
 
         if name not in self._cache:
-            lists = self._part[name].combine_chunks()
-            lengths = lists.value_lengths().fill_null(0).to_numpy()
-            places = np.repeat(self._first, lengths) + lists.flatten().to_numpy()
-            self._cache[name] = np.bincount(places.astype(np.int64), minlength=len(self._row))
+            places = np.repeat(self._first, _lengths(self._part, name)) + _items(self._part, name)
+            self._cache[name] = np.bincount(places, minlength=len(self._row))
         return self._cache[name]
 
     def _since_first(self, name: str) -> Int64s:
@@ -266,7 +344,7 @@ class _Expansion:
     def _change_of_evictions(self) -> Int64s:
         import numpy as np
 
-        first: Int64s = self._part["evictions"].to_numpy().astype(np.int64)[self._row]
+        first = _integers(self._part, "evictions")[self._row]
         change: Int64s = np.where(self._offset > 0, self._counted("evictions_at") - first, 0)
         return change
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from servetwin.sim.columns import NOT_COMPARED, ORDER, SCHEMAS, STORED_GAPS, arrow_schema
-from servetwin.sim.step_rows import expanded, num_leapt, regular_gaps
+from servetwin.sim.step_rows import expanded, regular_gaps
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+class Gaps(NamedTuple):
+    """Gaps between outputs, pooled: arrays [n]."""
+
+    time_ns: Int64s
+    """When each ends."""
+    length_ns: Int64s
+    samples: Int64s
+    """How many there are; below 0 where some are taken back."""
 
 
 class Tables(ABC):
@@ -45,52 +55,68 @@ class Tables(ABC):
             frame = frame.sort_values(ORDER[table], kind="stable", ignore_index=True)
         return frame
 
+    def iter_parts(self, table: str) -> Iterator[pa.Table]:
+        """The same one by one: a long run need not be in memory all at once."""
+        yield from self.parts(table)
+
+    def gap_parts(self) -> Iterator[Gaps]:
+        """The pool of gaps between outputs of completed requests, part by part.
+
+        First those over one step, which follow from the steps; then those that are stored one by one.
+        """
+        import numpy as np
+
+        stored = self._stored_gaps()
+        taken = stored[stored.from_step.notna()]
+        first, last, samples = (
+            taken[name].to_numpy(dtype=np.int64) for name in ("from_step", "to_step", "samples")
+        )
+        begun, before = 0, 0
+        for part in self.iter_parts("steps"):
+            ends, counts = regular_gaps(part)
+            change = np.zeros(len(ends) + 1, dtype=np.int64)
+            # Taken back in the steps after `first` up to `last`, as far as they are in this part.
+            np.add.at(change, np.clip(first + 1 - begun, 0, len(ends)), samples)
+            np.add.at(change, np.clip(last + 1 - begun, 0, len(ends)), -samples)
+            counts = counts + np.cumsum(change)[:-1]
+            some = counts != 0
+            yield Gaps(ends[some], np.diff(ends, prepend=before)[some], counts[some])
+            begun += len(ends)
+            before = int(ends[-1]) if len(ends) else before
+        odd = stored[stored.from_step.isna()]
+        yield Gaps(
+            ns_array(odd.time_s).astype(np.int64),
+            ns_array(odd.gap_s).astype(np.int64),
+            odd.samples.to_numpy(dtype=np.int64),
+        )
+
+    @cached_property
+    def gap_lengths(self) -> tuple[Int64s, Int64s]:
+        """The different gaps in the pool in ns, in ascending order, and how often each stands there."""
+        import numpy as np
+
+        lengths, counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        for part in self.gap_parts():
+            lengths, place = np.unique(np.concatenate([lengths, part.length_ns]), return_inverse=True)
+            weights = np.concatenate([counts, part.samples])
+            counts = np.bincount(place, weights=weights, minlength=len(lengths)).astype(np.int64)
+        return lengths[counts != 0], counts[counts != 0]
+
     def _gaps(self) -> pd.DataFrame:
-        """The pool of gaps: those over one step from the steps, the others from their own parts."""
         import numpy as np
         import pandas as pd
 
-        ends, regular = self._regular_gaps()
-        steps = pd.DataFrame({"time": ends, "gap": np.diff(ends, prepend=0), "samples": regular})
-        odd = self._odd_gaps()
-        pool: pd.DataFrame = pd.concat([steps[steps.samples != 0], odd], ignore_index=True)
-        if len(odd):
-            pool = pool.groupby(["time", "gap"])["samples"].sum().reset_index()
+        parts = [pd.DataFrame(part._asdict()) for part in self.gap_parts()]
+        pool: pd.DataFrame = pd.concat(parts, ignore_index=True)
+        if len(parts[-1]):
+            pool = pool.groupby(["time_ns", "length_ns"])["samples"].sum().reset_index()
             pool = pool[pool.samples != 0].reset_index(drop=True)
         return pd.DataFrame(
             {
-                "time_s": pool.time / NS_PER_S,
-                "gap_s": pool.gap / NS_PER_S,
+                "time_s": pool.time_ns / NS_PER_S,
+                "gap_s": pool.length_ns / NS_PER_S,
                 "samples": pool.samples.astype(np.int64),
             }
-        )
-
-    def _regular_gaps(self) -> tuple[Int64s, Int64s]:
-        """Of every step its end in ns, and the rows with a gap over this step alone, of completed requests."""
-        import numpy as np
-
-        parts = [regular_gaps(part) for part in self.parts("steps")]
-        if not parts:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        ends, regular = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        gaps = self._stored_gaps()
-        taken = gaps[gaps.from_step.notna()]
-        change = np.zeros(len(ends) + 1, dtype=np.int64)
-        np.add.at(
-            change, taken.from_step.to_numpy(dtype=np.int64) + 1, taken.samples.to_numpy(dtype=np.int64)
-        )
-        np.add.at(change, taken.to_step.to_numpy(dtype=np.int64) + 1, -taken.samples.to_numpy(dtype=np.int64))
-        return ends, regular + np.cumsum(change)[:-1]
-
-    def _odd_gaps(self) -> pd.DataFrame:
-        """The gaps that are stored one by one: time, gap (ns), samples."""
-        import pandas as pd
-
-        gaps = self._stored_gaps()
-        gaps = gaps[gaps.from_step.isna()]
-        times, lengths = ns_array(gaps.time_s), ns_array(gaps.gap_s)
-        return pd.DataFrame(
-            {"time": times.astype("int64"), "gap": lengths.astype("int64"), "samples": gaps.samples}
         )
 
     def _stored_gaps(self) -> pd.DataFrame:
@@ -99,15 +125,6 @@ class Tables(ABC):
         empty = arrow_schema(STORED_GAPS).empty_table()
         frame: pd.DataFrame = pa.concat_tables([empty, *self.parts("itl")]).to_pandas()
         return frame
-
-    def step_frames(self, names: Sequence[str]) -> Iterator[pd.DataFrame]:
-        """Some columns of `steps`, part by part: a long run's steps need not be in memory all at once."""
-        for part in self.parts("steps"):
-            yield expanded(part, names).to_pandas()
-
-    def num_leapt(self) -> int:
-        """Steps that were taken many at once."""
-        return sum(num_leapt(part) for part in self.parts("steps"))
 
     @cached_property
     def requests(self) -> pd.DataFrame:

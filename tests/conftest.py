@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # A shell that starts this in the background has it ignored, and every process of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,6 +24,14 @@ settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True, print_blob=True)
 settings.register_profile(
     "nightly", max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+# For changes that are to be noticed: a failure is enough, nobody reads the example.
+settings.register_profile(
+    "mutations",
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile(os.environ.get("SERVETWIN_HYPOTHESIS_PROFILE", "ci"))
 

@@ -85,6 +85,7 @@ def run_tests(tests: list[str], copy: Path) -> Outcome:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "origin_check", f"--junitxml={report}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(copy / "packages"), "OMP_NUM_THREADS": "1"}
+    environment |= {"SERVETWIN_HYPOTHESIS_PROFILE": "mutations"}
     try:
         done = subprocess.run(
             [*command, *(f"tests/{test}" for test in tests)],

@@ -19,6 +19,7 @@ from servetwin.sim.decide import Line, ScenarioLoop
 from servetwin.sim.events import MemorySink
 from servetwin.sim.leap_times import LeapTimes
 from servetwin.sim.leaping_core import LeapingCore
+from servetwin.sim.metrics import step_figures
 from servetwin.sim.policy import FCFS, Priority, load_policy, may_leap
 from servetwin.sim.rules import Rules
 from servetwin.sim.scenario import Scenario, read_scenario
@@ -115,7 +116,7 @@ def test_decisions_without_plans_equal_the_recorded_ones(name: str) -> None:
 def leapt(requests: Sequence[Any], **config: Any) -> tuple[int, int]:
     """Steps that were taken many at once, and all that had tokens."""
     log = serve(list(requests), engine_config(**config))
-    return log.num_leapt(), int((log.steps.rows > 0).sum())
+    return step_figures(log).num_leapt, int((log.steps.rows > 0).sum())
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -132,7 +133,7 @@ def test_an_arrival_ends_a_leap_at_the_boundary() -> None:
         log = serve([spec("a", 8, 60), spec("b", 8, 4, at_s)], engine_config(max_model_len=200))
         row = log.requests.set_index("request_id").loc["b"]
         assert (row.queued_s, row.first_scheduled_s) == (starts_s, starts_s)
-        assert log.num_leapt() > 50
+        assert step_figures(log).num_leapt > 50
 
 
 def test_a_queue_that_cannot_move_is_leapt_over() -> None:
@@ -178,7 +179,7 @@ def test_a_policy_is_stepped_unless_it_declares_leaps() -> None:
 @pytest.mark.parametrize("policy", [Silent(), NoTwoAtOnce()])
 def test_a_stepped_policy_leaps_over_nothing(policy: FCFS) -> None:
     log = serve([spec("a", 8, 60), spec("b", 8, 60)], engine_config(max_model_len=200), policy=policy)
-    assert log.num_leapt() == 0
+    assert step_figures(log).num_leapt == 0
 
 
 # ------------------------------------------------------------------ times

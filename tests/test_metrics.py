@@ -75,7 +75,7 @@ def test_pooled_gaps_are_those_of_the_tokens(requests: list[RequestSpec]) -> Non
         times = sink.tokens[sink.tokens.request_id == row.request_id].time_s
         assert len(times) == row.num_output_tokens
         gaps += np.rint(np.diff(times) * S).astype(int).tolist()
-    pool = distribution(DEFINITIONS["vllm-bench"].itl, timestamps(done), sink.itl)
+    pool = distribution(DEFINITIONS["vllm-bench"].itl, timestamps(done), sink)
     written_out = np.repeat(pool.values, np.diff(pool.cumulative, prepend=0)).astype(int).tolist()
     assert written_out == sorted(gaps)
 

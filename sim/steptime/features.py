@@ -73,6 +73,8 @@ class StepModel(Protocol):
 
         For speed, also optional: `duration_ns(shape) -> int` is the same for one step with tokens, and `context_ns`
         says that a step of decode rows takes f(rows) + context_ns x decode_context_tokens, to the ns.
+        `decode_durations_ns(shape, num_steps) -> int [num_steps]` is the same for a step of decode rows alone and those
+        that follow it, each row a token longer than before.
         """
         ...
 

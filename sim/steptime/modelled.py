@@ -124,6 +124,9 @@ class ModelledStepTimer:
         self.turnaround_ns = int(getattr(model, "turnaround_ns", 0))
         self._graph_tokens: Callable[[StepFeatures], Ints] | None = getattr(model, "graph_tokens", None)
         self._context_ns: int | None = getattr(model, "context_ns", None)
+        self._decode_durations: Callable[[StepShape, int], Ints] | None = getattr(
+            model, "decode_durations_ns", None
+        )
         self._is_bare = self._outside is self._prepare is self._graph_tokens is None
         self.drafts = drafts
         self._tokens = tokens
@@ -181,6 +184,8 @@ class ModelledStepTimer:
         if wanted_ns is not None:
             # As if they grew no longer: a few more than needed.
             steps = min(steps, wanted_ns // first.device_ns + 2)
+        if self._is_bare and self._decode_durations is not None:
+            return LeapCosts(first, steps, 0, self._decode_durations(shape, steps).tolist())
         features = StepFeatures.growing(shape, steps)
         each = self.model.durations_ns(features)
         if each.min(initial=1) < 1:

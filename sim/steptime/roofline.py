@@ -7,17 +7,23 @@ of the card's peaks (S. Williams et al., "Roofline", CACM 2009).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from servetwin.sim.cards import Card
+from servetwin.sim.contract import StepShape
 from servetwin.sim.kv_bytes import check_division, kv_bytes
 from servetwin.sim.model_shape import DTYPE_BYTES, ModelShape
 from servetwin.sim.steptime.all_reduce import LATENCY_S, LINK_EFFICIENCY, AllReduces
 from servetwin.sim.steptime.features import Ints, StepFeatures
 
-Floats = NDArray[np.float64]
+
+def _larger(a: Any, b: Any) -> Any:
+    """Of arrays element by element, of numbers as `max`: the same bits."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return np.maximum(a, b)
+    return a if a >= b else b
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,10 @@ class RooflineStepModel:
         self._value_bytes = DTYPE_BYTES[dtype]
         self._dtype = dtype
         self._bandwidth = card.bandwidth_bytes_per_s * self._efficiency.memory
+        self._active_parameters = shape.dense_parameters + shape.active_expert_parameters
+        self._dense_bytes = (
+            shape.dense_parameters * shape.bytes_per_dense_parameter(dtype) / tensor_parallel_size
+        )
         kv = kv_bytes(shape, dtype, kv_cache_dtype, tensor_parallel_size)
         self._kv_layer_s = kv.per_layer() / (card.bandwidth_bytes_per_s * self._efficiency.kv_memory)
         self._all_reduces = AllReduces(
@@ -86,29 +96,55 @@ class RooflineStepModel:
 
     def durations_ns(self, features: StepFeatures) -> Ints:
         """Integer nanoseconds, shape [n]; 0 exactly for steps without tokens."""
-        tokens = features.new_tokens.astype(np.float64)
-        seconds = (
-            self._linear_s(tokens)
-            + self._attention_s(features)
-            + self._activations_s(tokens)
-            + self._head_s(features.logits_rows.astype(np.float64))
-            + self._all_reduces.seconds(tokens)
-            + self._host_s(features.rows.astype(np.float64))
-        )
+        seconds = self._seconds(features, features.new_tokens.astype(np.float64))
         return np.where(features.new_tokens > 0, np.rint(seconds * 1e9), 0).astype(np.int64)
 
-    def _linear_s(self, tokens: Floats) -> Floats:
+    def duration_ns(self, shape: StepShape) -> int:
+        """The same for one step with tokens."""
+        if self._shape.experts is not None:
+            # A power of an array may end in another bit than that of a number.
+            return int(self.durations_ns(StepFeatures.of([shape]))[0])
+        ns: int = round(self._seconds(shape, float(shape.new_tokens)) * 1e9)
+        return ns
+
+    def decode_durations_ns(self, shape: StepShape, num_steps: int) -> Ints:
+        """The same, shape [num_steps], of a step of decode rows alone and of those that follow with the same rows."""
+        context = shape.decode_context_tokens + shape.rows * np.arange(num_steps, dtype=np.int64)
+        first, *others = self._parts(shape, float(shape.new_tokens))
+        seconds = first + self._seen(context, shape.rows) * self._kv_layer_s
+        for part in others[1:]:
+            seconds = seconds + part
+        ns: Ints = np.rint(seconds * 1e9).astype(np.int64)
+        return ns
+
+    def _seconds(self, f: StepFeatures | StepShape, tokens: Any) -> Any:
+        """Of steps as arrays or of one as numbers; the order of the sum is the same, so its last bit is."""
+        first, *others = self._parts(f, tokens)
+        for part in others:
+            first = first + part
+        return first
+
+    def _parts(self, f: StepFeatures | StepShape, tokens: Any) -> tuple[Any, ...]:
+        return (
+            self._linear_s(tokens),
+            self._attention_s(f),
+            self._activations_s(tokens),
+            self._head_s(f.logits_rows * 1.0),
+            self._all_reduces.seconds(tokens),
+            self._host_s(f.rows * 1.0),
+        )
+
+    def _linear_s(self, tokens: Any) -> Any:
         """The linear layers: their weights are read once a step, of the experts those that some token chose."""
         shape = self._shape
-        flops = 2 * tokens * (shape.dense_parameters + shape.active_expert_parameters) / self._cards
-        dense = shape.dense_parameters * shape.bytes_per_dense_parameter(self._dtype) / self._cards
-        read = np.full_like(tokens, dense)
+        flops = 2 * tokens * self._active_parameters / self._cards
+        read = self._dense_bytes
         if (experts := shape.experts) is not None:
             # A token misses a given expert with probability 1 - k / E; routing is taken to be even and independent.
             hit = 1 - (1 - experts.per_token / experts.count) ** tokens
             stored = shape.expert_parameters * shape.bytes_per_expert_parameter(self._dtype)
-            read += hit * stored / self._cards
-        return np.maximum(flops / self._matmul_rate(), read / self._bandwidth)
+            read = read + hit * stored / self._cards
+        return _larger(flops / self._matmul_rate(), read / self._bandwidth)
 
     def _matmul_rate(self) -> float:
         quantization = self._shape.quantization
@@ -116,26 +152,26 @@ class RooflineStepModel:
             return self._card.fp8_flops * self._efficiency.fp8_matmul
         return self._card.bf16_flops * self._efficiency.matmul
 
-    def _attention_s(self, f: StepFeatures) -> Floats:
+    def _attention_s(self, f: StepFeatures | StepShape) -> Any:
         """K and V are read once by each decode row and each chunk; chunks also multiply, causally."""
         # Query x key pairs of a chunk of q tokens after c others: q (c + q), less half of q squared; the sum of squares
         # is not a feature, so chunks are taken to be equal.
-        pairs = f.prefill_pairs - f.prefill_tokens**2 / (2 * np.maximum(f.prefill_rows, 1))
+        pairs = f.prefill_pairs - f.prefill_tokens**2 / (2 * _larger(f.prefill_rows, 1))
         rate = self._card.bf16_flops * self._efficiency.attention
-        prefill = np.maximum(
+        prefill = _larger(
             self._seen(pairs, f.prefill_tokens) * self._flops_per_pair() / rate,
             self._seen(f.prefill_context_tokens, f.prefill_rows) * self._kv_layer_s,
         )
         decode = self._seen(f.decode_context_tokens, f.decode_rows) * self._kv_layer_s
         return prefill + decode
 
-    def _seen(self, total: Ints | Floats, queries: Ints) -> Floats:
+    def _seen(self, total: Any, queries: Any) -> Any:
         """Sum over layers of `total` tokens that `queries` rows see, cut to the window in the mean."""
         shape = self._shape
-        seen = total.astype(np.float64)
+        seen = total * 1.0
         if shape.window_tokens is None:
             return seen * shape.num_layers
-        cut: Floats = np.minimum(seen, queries * float(shape.window_tokens))
+        cut = -_larger(-seen, -(queries * float(shape.window_tokens)))
         return seen * (shape.num_layers - shape.num_windowed_layers) + cut * shape.num_windowed_layers
 
     def _flops_per_pair(self) -> float:
@@ -146,7 +182,7 @@ class RooflineStepModel:
             return 2 * heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim + latent.v_head_dim)
         return 4 * heads * shape.head_dim
 
-    def _activations_s(self, tokens: Floats) -> Floats:
+    def _activations_s(self, tokens: Any) -> Any:
         """What norms, rotary embedding, residuals and activation functions read and write."""
         shape = self._shape
         active = (
@@ -157,17 +193,17 @@ class RooflineStepModel:
         values = 8 * shape.hidden_size + 3 * active / self._cards
         return tokens * shape.num_layers * values * self._value_bytes / self._bandwidth
 
-    def _head_s(self, rows: Floats) -> Floats:
+    def _head_s(self, rows: Any) -> Any:
         """Logits, and their float32 copies in the sampler (written and read twice); none without rows."""
         weights = self._shape.head_parameters / self._cards
-        product = np.maximum(
+        product = _larger(
             2 * rows * weights / (self._card.bf16_flops * self._efficiency.matmul),
             weights * self._value_bytes / self._bandwidth,
         )
         sampler = rows * self._shape.vocab_size * 4 * 4 / self._bandwidth
-        return np.where(rows > 0, product + sampler, 0.0)
+        return (product + sampler) * (rows > 0)
 
-    def _host_s(self, rows: Floats) -> Floats:
+    def _host_s(self, rows: Any) -> Any:
         """The host's part, and the starts of all kernels."""
         e = self._efficiency
         return e.host_s + e.host_row_s * rows + self._shape.num_layers * e.kernels_per_layer * e.kernel_s
