@@ -92,6 +92,25 @@ class BlockPool:
                     self._keep_others(holders, block, block_hash)
         return blocks
 
+    def take_one(self, request_id: str) -> int:
+        """The first free block, without content; `take` for one."""
+        compacts = self._head > _COMPACT_ABOVE and self._head * 2 > len(self._queue)
+        if compacts or self._stale or self.journal is not None:
+            return self.take(1, request_id)[0]
+        block = self._queue[self._head]
+        self._head += 1
+        self.num_free -= 1
+        self._references[block] = 1
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            self._hash_of[block] = None
+            self.num_evictions += 1
+            self.num_cached_free -= 1
+            holders = self._blocks_of.pop(block_hash)
+            if holders != block:
+                self._keep_others(holders, block, block_hash)
+        return block
+
     def _note_taken(self, journal: list[BlockChange], blocks: list[int], request_id: str) -> None:
         cached = [(b, h) for b in blocks if (h := self._hash_of[b]) is not None]
         journal += [BlockChange(b, "evict", prefix_id=_text(h)) for b, h in cached]
@@ -168,6 +187,16 @@ class BlockPool:
                 BlockChange(b, "hash", prefix_id=_text(h), references=self._references[b])
                 for b, h in zip(blocks, hashes, strict=True)
             ]
+
+    def insert_one(self, block: int, block_hash: BlockHash) -> None:
+        """`insert` for one."""
+        if self.journal is not None:
+            self.insert((block,), (block_hash,))
+            return
+        self._hash_of[block] = block_hash
+        present = self._blocks_of.setdefault(block_hash, block)
+        if present != block:
+            self._insert_beside(present, block, block_hash)
 
     def _insert_beside(self, present: int | dict[int, None], block: int, block_hash: BlockHash) -> None:
         if isinstance(present, dict):
@@ -248,6 +277,9 @@ class UnsharedBlockPool(BlockPool):
     def release(self, blocks: Sequence[int], request_id: str) -> None:
         self._queue += blocks
         self.num_free += len(blocks)
+
+    def take_one(self, request_id: str) -> int:
+        return self.take(1, request_id)[0]
 
     def references(self, block: int) -> int:
         return int(block not in self.free_queue()) if block else 0

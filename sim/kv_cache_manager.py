@@ -152,12 +152,15 @@ class KVCacheManager:
 
     def begin_block(self, request: Request) -> None:
         """One more block for a decode, where there is one."""
-        request.block_ids += self.pool.take(1, request.request_id)
+        request.block_ids.append(self.pool.take_one(request.request_id))
 
     def hash_next_block(self, request: Request) -> None:
         """Makes one more block of a decode findable, which is full of known tokens."""
         place = request.num_hashed_blocks
-        self.pool.insert((request.block_ids[place],), (request.block_hashes(place + 1)[place],))
+        # As `block_hashes` would say of private content, which a request that decodes has come to.
+        private = request.is_private
+        block_hash = (request.request_id, place) if private else request.block_hashes(place + 1)[place]
+        self.pool.insert_one(request.block_ids[place], block_hash)
         request.num_hashed_blocks = place + 1
 
     def note_plain(self, request: Request) -> None:

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from servetwin.sim.cards import Card, find_card
 from servetwin.sim.cli import run
 from servetwin.sim.model_shape import Experts, LatentAttention, ModelShape
 from servetwin.sim.quantization import Quantization
 from servetwin.sim.runs import read_run
-from servetwin.sim.steptime.features import StepFeatures
+from servetwin.sim.steptime.features import StepFeatures, shape_of
+from servetwin.sim.steptime.plan_rows import PlanRow
 from servetwin.sim.steptime.roofline import Efficiencies, RooflineStepModel
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "roofline_h100.py"
@@ -194,6 +197,34 @@ def test_many_steps_at_once_are_what_each_is_alone() -> None:
     assert list(found) == [int(model.durations_ns(s)[0]) for s in steps]
     assert found[1] == 0
     assert (np.delete(found, 1) > 0).all()
+
+
+SHAPES = {
+    "dense": SHAPE,
+    "experts": replace(SHAPE, experts=Experts(count=128, per_token=8, intermediate_size=768, num_layers=32)),
+    "windowed": replace(SHAPE, num_windowed_layers=16, window_tokens=1000),
+    "latent": replace(SHAPE, latent=LatentAttention(512, 64, 128, 128)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@given(
+    rows=st.integers(1, 300),
+    context=st.integers(1, 10**6),
+    new=st.integers(0, 9000),
+    cards=st.sampled_from([1, 8]),
+)
+def test_one_step_as_numbers_is_to_the_ns_what_it_is_as_arrays(
+    shape: ModelShape, rows: int, context: int, new: int, cards: int
+) -> None:
+    """And so are the steps of a leap, which are computed from what they have in common."""
+    model = RooflineStepModel(shape, find_card("h100"), tensor_parallel_size=cards)
+    step = shape_of([PlanRow("p", new, 7, new + 20, 0)] if new else [], 1, decode_rows=rows,
+                    decode_context_tokens=context, decode_context_max_tokens=context)  # fmt: skip
+    assert model.duration_ns(step) == int(model.durations_ns(StepFeatures.of([step]))[0])
+    decodes = shape_of((), decode_rows=rows, decode_context_tokens=context)
+    expected = model.durations_ns(StepFeatures.growing(decodes, 20))
+    assert model.decode_durations_ns(decodes, 20).tolist() == expected.tolist()
 
 
 def test_more_work_takes_longer_on_every_card() -> None:

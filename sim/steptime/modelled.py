@@ -177,6 +177,10 @@ class ModelledStepTimer:
 
         Fewer also where the model says of a later one anything else than its duration.
         """
+        if self._is_bare and self._decode_durations is not None:
+            # Some more than needed cost less than to find out how many.
+            each = self._decode_durations(shape, min(most, LEAP_AT_MOST)).tolist()
+            return LeapCosts(StepCost(0, each[0]), len(each), 0, each)
         first = self.cost(shape)
         if self._context_ns is not None and self._is_bare:
             return LeapCosts(first, most, self._context_ns * shape.rows)
@@ -184,16 +188,15 @@ class ModelledStepTimer:
         if wanted_ns is not None:
             # As if they grew no longer: a few more than needed.
             steps = min(steps, wanted_ns // first.device_ns + 2)
-        if self._is_bare and self._decode_durations is not None:
-            return LeapCosts(first, steps, 0, self._decode_durations(shape, steps).tolist())
         features = StepFeatures.growing(shape, steps)
-        each = self.model.durations_ns(features)
-        if each.min(initial=1) < 1:
-            steps = int((each < 1).argmax())
+        durations = self.model.durations_ns(features)
+        if durations.min(initial=1) < 1:
+            # Found out, with a message, when that step is taken by itself.
+            steps = int((durations < 1).argmax())
         for name in ("outside", "prepare_ns", "graph_tokens"):
             ask = getattr(self.model, name, None)
             if ask is not None:
                 said = ask(features)[:steps]
                 other = said != said[0]
                 steps = int(other.argmax()) if other.any() else steps
-        return LeapCosts(first, steps, 0, each[:steps].tolist())
+        return LeapCosts(first, steps, 0, durations[:steps].tolist())

@@ -84,6 +84,8 @@ class RooflineStepModel:
             shape.dense_parameters * shape.bytes_per_dense_parameter(dtype) / tensor_parallel_size
         )
         kv = kv_bytes(shape, dtype, kv_cache_dtype, tensor_parallel_size)
+        self._of_decodes: dict[int, tuple[float, tuple[float, ...]]] = {}
+        """By rows: remembered, since most steps are of decodes."""
         self._kv_layer_s = kv.per_layer() / (card.bandwidth_bytes_per_s * self._efficiency.kv_memory)
         self._all_reduces = AllReduces(
             cards=tensor_parallel_size,
@@ -109,13 +111,23 @@ class RooflineStepModel:
 
     def decode_durations_ns(self, shape: StepShape, num_steps: int) -> Ints:
         """The same, shape [num_steps], of a step of decode rows alone and of those that follow with the same rows."""
-        context = shape.decode_context_tokens + shape.rows * np.arange(num_steps, dtype=np.int64)
-        first, *others = self._parts(shape, float(shape.new_tokens))
+        first, others = self._of_decodes.get(shape.rows) or self._parts_of_decodes(shape)
+        end = shape.decode_context_tokens + shape.rows * num_steps
+        context = np.arange(shape.decode_context_tokens, end, shape.rows, dtype=np.int64)
         seconds = first + self._seen(context, shape.rows) * self._kv_layer_s
-        for part in others[1:]:
-            seconds = seconds + part
+        for part in others:
+            seconds += part
         ns: Ints = np.rint(seconds * 1e9).astype(np.int64)
         return ns
+
+    def _parts_of_decodes(self, shape: StepShape) -> tuple[float, tuple[float, ...]]:
+        """What so many decode rows take whatever their contexts: the part before that of attention, and those after."""
+        first, _, *others = self._parts(shape, float(shape.new_tokens))
+        if self._shape.experts is not None:
+            # A power of an array may end in another bit than that of a number.
+            first = float(self._linear_s(np.array([float(shape.new_tokens)]))[0])
+        self._of_decodes[shape.rows] = first, tuple(others)
+        return self._of_decodes[shape.rows]
 
     def _seconds(self, f: StepFeatures | StepShape, tokens: Any) -> Any:
         """Of steps as arrays or of one as numbers; the order of the sum is the same, so its last bit is."""
