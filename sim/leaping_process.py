@@ -87,8 +87,6 @@ class LeapingProcess(Driver[LightFrame]):
         self._leaps = leaps
         self._submitted: deque[Submitted] = deque()
         self._in_the_air: _InTheAir | None = None
-        self.num_leapt = 0
-        """Steps that were part of a leap."""
 
     # ------------------------------------------------------------ one step
 
@@ -184,7 +182,6 @@ class LeapingProcess(Driver[LightFrame]):
         self._in_the_air = None
         outputs = self._engine.complete(frame)
         self.log.leapt(leap, cost, self._timer.source, start_ns, times, self.now, outputs)
-        self.num_leapt += leap.num_steps
         self._finish(leap.num_steps, outputs)
         self._guard.progress()
 
@@ -233,7 +230,6 @@ class LeapingProcess(Driver[LightFrame]):
         self.log.leapt(
             leap, costs.first, self._timer.source, overlap.starts[0], times[0], leap.each_end_ns[-1], outputs
         )
-        self.num_leapt += steps
 
     def _block_log(self, start_of: Callable[[int], int]) -> Callable[[int], None]:
         """Tells the log what became of blocks in a step of a leap."""
