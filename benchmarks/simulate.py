@@ -16,8 +16,8 @@ prefix caching off, log written to disk, start-up excluded; block residencies ar
     saturated          30/s, 512 + 128 tokens, 3,000 blocks, no full-sequence gate: preemptions
 
 Every figure comes from a process of its own; variants run in turn, medians over the rounds. The requests are made as
-they are needed, as from a trace that is read while it is served. A second line of each says what the log in memory
-takes for each request that ended, and the most memory that the process had.
+they are needed, as from a trace that is read while it is served. A second line of each says by how much the memory of
+the process grew for each request, and the most that it had. Other simulators are not compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter, process_time
 
@@ -50,7 +49,6 @@ from servetwin.workloads.spec import RequestSpec
 MODEL = LinearStepModel(8_000_000, prefill_token_ns=50_000, decode_row_ns=20_000, context_ns=200)
 CHUNK = 4096
 """Requests whose random numbers are drawn at a time."""
-PEERS = ("ai-dynamo", "vidur", "sched-sim")
 TARGETS = {"W4": 30_000, "W16": 40_000, "tight": 20_000, "W4 stepped": 12_000, "W16 stepped": 40_000}
 """Requests/s of the figure that counts."""
 
@@ -231,17 +229,6 @@ def start_up_s() -> float:
         return perf_counter() - begun
 
 
-def peers() -> list[str]:
-    """One line for each simulator of others."""
-    lines = []
-    for name in PEERS:
-        try:
-            lines.append(f"{name} {version(name)}: installed, but not compared by this script")
-        except PackageNotFoundError:
-            lines.append(f"{name}: not installed, so not compared")
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,7 +263,6 @@ def _report(arguments: argparse.Namespace, variants: list[Variant]) -> dict[str,
             _show(v, count, found)
     start_up = statistics.median(start_up_s() for _ in range(3))
     print(f"start-up: `servetwin run` on two requests takes {start_up:.2f} s")
-    print("\n".join(peers()))
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),

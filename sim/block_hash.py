@@ -117,10 +117,19 @@ class BlockHashes:
         hashes = self._hashes
         if len(hashes) < num_blocks and not self.private:
             self.prepare(num_blocks)
-        # Everything after private content is private as well: its chain contains that.
         while len(hashes) < num_blocks:
-            hashes.append((self._request_id, len(hashes)))
+            hashes.append(self._private_hash(len(hashes)))
         return hashes
+
+    def of(self, place: int) -> BlockHash:
+        """The hash of one block, which must be full of known tokens."""
+        if place < len(self._hashes):
+            return self._hashes[place]
+        return self._private_hash(place) if self.private else self.upto(place + 1)[place]
+
+    def _private_hash(self, place: int) -> BlockHash:
+        """Everything after private content is private as well: its chain contains that."""
+        return self._request_id, place
 
     def _prompt_content(self, start: int, stop: int, in_prompt: int) -> bytes | None:
         """The content of a block that begins in the prompt."""

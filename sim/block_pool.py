@@ -38,6 +38,7 @@ class BlockPool:
         self._references = [0] * num_gpu_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_gpu_blocks
         self._blocks_of: dict[BlockHash, int | dict[int, None]] = {}
+        self._counted_at = (-1, -1)
 
     # ------------------------------------------------------------ questions
 
@@ -79,17 +80,11 @@ class BlockPool:
         self.num_free -= count
         if self.journal is not None:
             self._note_taken(self.journal, blocks, request_id)
-        references, hash_of, blocks_of = self._references, self._hash_of, self._blocks_of
+        references, hash_of = self._references, self._hash_of
         for block in blocks:
             references[block] = 1
-            block_hash = hash_of[block]
-            if block_hash is not None:
-                hash_of[block] = None
-                self.num_evictions += 1
-                self.num_cached_free -= 1
-                holders = blocks_of.pop(block_hash)
-                if holders != block:
-                    self._keep_others(holders, block, block_hash)
+            if hash_of[block] is not None:
+                self._evict(block)
         return blocks
 
     def take_one(self, request_id: str) -> int:
@@ -101,15 +96,15 @@ class BlockPool:
         self._head += 1
         self.num_free -= 1
         self._references[block] = 1
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
-            self._hash_of[block] = None
-            self.num_evictions += 1
-            self.num_cached_free -= 1
-            holders = self._blocks_of.pop(block_hash)
-            if holders != block:
-                self._keep_others(holders, block, block_hash)
+        if self._hash_of[block] is not None:
+            self._evict(block)
         return block
+
+    def _evict(self, block: int) -> None:
+        """The content of a block that was free is dropped."""
+        self._drop_content(block)
+        self.num_evictions += 1
+        self.num_cached_free -= 1
 
     def _note_taken(self, journal: list[BlockChange], blocks: list[int], request_id: str) -> None:
         cached = [(b, h) for b in blocks if (h := self._hash_of[b]) is not None]
@@ -176,12 +171,8 @@ class BlockPool:
 
     def insert(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         """Makes the contents of blocks in use findable, beside older blocks with the same content."""
-        blocks_of, hash_of = self._blocks_of, self._hash_of
         for block, block_hash in zip(blocks, hashes, strict=True):
-            hash_of[block] = block_hash
-            present = blocks_of.setdefault(block_hash, block)
-            if present != block:
-                self._insert_beside(present, block, block_hash)
+            self._enter(block, block_hash)
         if self.journal is not None:
             self.journal += [
                 BlockChange(b, "hash", prefix_id=_text(h), references=self._references[b])
@@ -192,7 +183,10 @@ class BlockPool:
         """`insert` for one."""
         if self.journal is not None:
             self.insert((block,), (block_hash,))
-            return
+        else:
+            self._enter(block, block_hash)
+
+    def _enter(self, block: int, block_hash: BlockHash) -> None:
         self._hash_of[block] = block_hash
         present = self._blocks_of.setdefault(block_hash, block)
         if present != block:
@@ -274,20 +268,29 @@ class UnsharedBlockPool(BlockPool):
             self._head = 0
         return blocks
 
+    def take_one(self, request_id: str) -> int:
+        return self.take(1, request_id)[0]
+
     def release(self, blocks: Sequence[int], request_id: str) -> None:
         self._queue += blocks
         self.num_free += len(blocks)
 
-    def take_one(self, request_id: str) -> int:
-        return self.take(1, request_id)[0]
-
     def references(self, block: int) -> int:
-        return int(block not in self.free_queue()) if block else 0
+        self._count_references()
+        return self._references[block]
 
     def check_integrity(self) -> None:
+        """Raises AssertionError when the free queue is no queue of free blocks; who holds the others is in tables."""
+        self._count_references()
+        super().check_integrity()
+
+    def _count_references(self) -> None:
+        """Whatever is not free is held."""
+        if self._counted_at == (self._head, len(self._queue)):
+            return
+        self._counted_at = (self._head, len(self._queue))
         free = set(self.free_queue())
         self._references = [0, *(int(block not in free) for block in range(1, self.num_gpu_blocks))]
-        super().check_integrity()
 
 
 def _text(block_hash: BlockHash) -> str:

@@ -46,6 +46,8 @@ class DecodeCalendar:
         if ends is None:
             self._ends[request.last_step] = [request]
             heapq.heappush(self._end_steps, request.last_step)
+            if len(self._end_steps) > 4 * len(self._ends) + _WORTH_CLEARING:
+                self._end_steps = sorted(self._ends)
         else:
             insort(ends, request, key=_in_order)
         if len(self._longest) > 4 * self.num_rows + _WORTH_CLEARING:

@@ -117,6 +117,9 @@ class Driver(ABC, Generic[F]):
     def _land(self) -> None:
         """Those steps are over."""
 
+    def settle(self) -> None:
+        """The run is over, perhaps before its end: tells the log what it does not know yet."""
+
     @abstractmethod
     def _submit(self, frame: F) -> Generator[simpy.Event, Any, None]:
         """A step is handed to the worker, which runs it."""

@@ -79,9 +79,9 @@ class OpenRequest:
     """It had an output in every step from this one (a row of the table of steps) ..."""
     last_step: int = NEVER
     """... to this one."""
-    earlier: tuple[tuple[int, int], ...] = ()
+    earlier: list[tuple[int, int]] | None = None
     """Its unbroken series of outputs before that: first and last step."""
-    odd_gaps: tuple[tuple[int, int], ...] = ()
+    odd_gaps: list[tuple[int, int]] | None = None
     """The gaps between them: end and length in ns."""
     preemptions: int = 0
     cached_tokens: int = 0
@@ -109,7 +109,8 @@ class EventLog:
         self._plans = PlanReader()
         self._rows = 0
         """Of all tables, so far."""
-        self._flush_at_row = FIRST_FLUSH_ROWS
+        self._flush_at_row = self._first_flush = FIRST_FLUSH_ROWS
+        self._last_flush = LAST_FLUSH_ROWS
 
     @property
     def saves_tokens(self) -> bool:
@@ -273,6 +274,10 @@ class EventLog:
         for change in changes:
             self._residencies.change(change, now_ns)
 
+    def flush_at_rows(self, rows: int) -> None:
+        """Writes parts of about so many rows, instead of parts that grow with the run."""
+        self._flush_at_row = self._first_flush = self._last_flush = rows
+
     def flush(self) -> None:
         """Hands every row that is complete to the sink."""
         full: dict[str, Part] = {table: columns for table, columns in self._columns.items() if len(columns)}
@@ -281,10 +286,11 @@ class EventLog:
             full["steps"], self._step_rows = self._step_rows, StepRows()
         if full:
             self._sink.write(full)
-        self._flush_at_row = self._rows + min(max(self._rows, FIRST_FLUSH_ROWS), LAST_FLUSH_ROWS)
+        self._flush_at_row = self._rows + min(max(self._rows, self._first_flush), self._last_flush)
 
     def close(self, end_ns: int) -> None:
         """The run is over: ends open waits, writes what has not ended (without an end), flushes."""
+        end_ns = max(end_ns, self._last_end_ns)
         self._waits.close(end_ns)
         self._residencies.close()
         self._take_back_gaps(self._open.values())
@@ -415,9 +421,12 @@ class EventLog:
     def _odd_gap(self, request: OpenRequest, end_ns: int) -> None:
         """A gap over more than one step."""
         gap = (end_ns, end_ns - request.last_token_ns)
-        request.odd_gaps += (gap,)
+        if request.earlier is None or request.odd_gaps is None:
+            request.earlier, request.odd_gaps = [], []
+        request.odd_gaps.append(gap)
+        request.earlier.append((request.since_step, request.last_step))
+        self._rows += 1
         self._columns["itl"].append(*gap, 1, NEVER, NEVER)
-        request.earlier += ((request.since_step, request.last_step),)
         request.since_step = self._steps
 
     def _save_tokens(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
@@ -481,10 +490,12 @@ class EventLog:
     def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:
         """Latencies are those of completed requests: the pool must not keep the gaps of others."""
         for request in requests:
-            for from_step, to_step in (*request.earlier, (request.since_step, request.last_step)):
+            for from_step, to_step in (*(request.earlier or ()), (request.since_step, request.last_step)):
                 if to_step > from_step:
+                    self._rows += 1
                     self._columns["itl"].append(NEVER, NEVER, -1, from_step, to_step)
-            for end_ns, gap_ns in request.odd_gaps:
+            for end_ns, gap_ns in request.odd_gaps or ():
+                self._rows += 1
                 self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER)
 
     def _flush_if_due(self) -> None:

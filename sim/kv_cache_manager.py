@@ -85,8 +85,12 @@ class KVCacheManager:
 
     def chunk_fits(self, request: Request, num_tokens: int, hits: Sequence[int]) -> bool:
         """Is there room for the first `num_tokens` tokens after the hits?"""
-        slots = min(len(hits) * self.block_size + num_tokens, self._max_model_len)
-        return self._blocks_needed(request, slots, hits) <= self.pool.num_free
+        return self.blocks_for(request, num_tokens, hits) <= self.pool.num_free
+
+    def blocks_for(self, request: Request, num_tokens: int, hits: Sequence[int] = ()) -> int:
+        """Free blocks it takes to compute so many tokens more, after its computed ones and the hits."""
+        computed = request.num_computed_tokens + len(hits) * self.block_size
+        return self._blocks_needed(request, min(computed + num_tokens, self._max_model_len), hits)
 
     # ------------------------------------------------------------ allocation
 
@@ -116,7 +120,7 @@ class KVCacheManager:
         if computed + num_new_tokens < request.num_tokens:
             request.quiet_until = 0
         else:
-            self._note_quiet(request)
+            self.note_quiet(request)
         return new_blocks
 
     def next_slot(self, request: Request) -> list[int] | None:
@@ -125,53 +129,39 @@ class KVCacheManager:
         Returns the blocks appended (one or none). None, with nothing changed, when it is no plain decode (any more)
         or no block is free.
         """
-        filled = request.num_computed_tokens + 1
-        if not request.quiet_until or filled >= request.length_limit:
+        computed, held = request.num_computed_tokens, len(request.block_ids)
+        if not request.quiet_until or computed + 1 >= request.length_limit:
             return None
-        new_blocks: list[int] = []
+        if computed + 1 > held * self.block_size and not self.pool.num_free:
+            return None
+        self.grow_decode(request, computed, request.num_tokens)
+        self.note_quiet(request)
+        return request.block_ids[held:]
+
+    def grow_decode(self, request: Request, num_computed_tokens: int, num_tokens: int) -> None:
+        """A block for the next token of a decode if it needs one, and a hash for the block that is full then.
+
+        There is a block; so many of its tokens are computed and known (its own numbers may lag behind).
+        """
+        filled = num_computed_tokens + 1
         if filled > len(request.block_ids) * self.block_size:
-            if not self.pool.num_free:
-                return None
-            new_blocks = self.pool.take(1, request.request_id)
-            request.block_ids += new_blocks
+            request.block_ids.append(self.pool.take_one(request.request_id))
         if self.enable_caching:
-            known = min(filled, request.num_tokens)
-            if known >= (request.num_hashed_blocks + 1) * self.block_size:
-                self._hash_full_blocks(request, known)
-        self._note_quiet(request)
-        return new_blocks
+            place = request.num_hashed_blocks
+            if min(filled, num_tokens) >= (place + 1) * self.block_size:
+                self.pool.insert_one(request.block_ids[place], request.block_hash(place))
+                request.num_hashed_blocks = place + 1
 
     def begin_blocks(self, requests: Sequence[Request]) -> None:
         """One more block for each of these decodes, in this order: without prefix caching, where there are enough."""
-        if len(requests) == 1 or self.pool.journal is not None:
-            for request in requests:
-                self.begin_block(request)
-            return
         for request, block in zip(requests, self.pool.take(len(requests), ""), strict=True):
             request.block_ids.append(block)
-
-    def begin_block(self, request: Request) -> None:
-        """One more block for a decode, where there is one."""
-        request.block_ids.append(self.pool.take_one(request.request_id))
-
-    def hash_next_block(self, request: Request) -> None:
-        """Makes one more block of a decode findable, which is full of known tokens."""
-        place = request.num_hashed_blocks
-        # As `block_hashes` would say of private content, which a request that decodes has come to.
-        private = request.is_private
-        block_hash = (request.request_id, place) if private else request.block_hashes(place + 1)[place]
-        self.pool.insert_one(request.block_ids[place], block_hash)
-        request.num_hashed_blocks = place + 1
-
-    def note_plain(self, request: Request) -> None:
-        """Of a decode whose tokens were counted elsewhere: until when it needs nobody's attention."""
-        self._note_quiet(request)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Makes the full blocks of these leading tokens findable (asynchronous scheduling: once they are known)."""
         if self.enable_caching:
             self._hash_full_blocks(request, num_computed_tokens)
-            self._note_quiet(request)
+            self.note_quiet(request)
 
     def free(self, request: Request) -> None:
         """Gives the table back, last block first, so that the end of a chain is evicted before its beginning."""
@@ -237,7 +227,7 @@ class KVCacheManager:
             self.pool.insert(request.block_ids[done:full], request.block_hashes(full)[done:full])
             request.num_hashed_blocks = full
 
-    def _note_quiet(self, request: Request) -> None:
+    def note_quiet(self, request: Request) -> None:
         """Until when a decode meets neither the end of a block nor a limit, so that nobody need be asked."""
         if self._speculative:
             # What the next step computes depends on its drafts.

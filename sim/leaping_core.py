@@ -10,8 +10,7 @@ from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import ScheduleRecord
 from servetwin.sim.token_source import TokenSource
 
-_NOTHING = ScheduleRecord()
-"""Decided in the last step of a leap."""
+_UNSEEN = ScheduleRecord()
 
 
 class LeapingCore(Core[LightFrame]):
@@ -41,16 +40,16 @@ class LeapingCore(Core[LightFrame]):
         return self.leaping.light(number, now)
 
     def leapt_over(self, leap: Leap, start_ns: int) -> LightFrame:
-        """Asynchronous scheduling: the last step of a leap, scheduled at `start_ns` and in flight."""
+        """The last step of a leap, in flight since `start_ns`; its rows get their tokens when it is complete."""
         self._next_step += leap.num_steps
         frame = self.leaping.last_of(leap, start_ns)
         self.in_flight.append(frame)
         return frame
 
-    def leapt(self, leap: Leap, now: int) -> LightFrame:
-        """The last step of a leap that began at `now`, in flight: its rows get their tokens when it is complete."""
+    def leapt(self, leap: Leap, start_ns: int) -> LightFrame:
+        """The same where nothing else happens until then, so that nobody asks what was decided in it."""
         self._next_step += leap.num_steps
-        rows = leap.shape.rows
-        frame = LightFrame(self._next_step - 1, now, _NOTHING, [], rows, leap.shape, 0, [], reports=False)
+        rows, number = leap.shape.rows, self._next_step - 1
+        frame = LightFrame(number, start_ns, _UNSEEN, [], rows, leap.shape, 0, [], reports=False)
         self.in_flight.append(frame)
         return frame

@@ -46,6 +46,14 @@ class _InTheAir(NamedTuple):
     """Its last step."""
 
 
+class _OverlappedInTheAir(NamedTuple):
+    """The same with asynchronous scheduling: its last step will be in flight."""
+
+    leap: Leap
+    costs: LeapCosts
+    overlap: Overlap
+
+
 class LeapingProcess(Driver[LightFrame]):
     """Arguments as for `Driver`. `leaps`: take many steps at once; without it the log is the same."""
 
@@ -86,7 +94,7 @@ class LeapingProcess(Driver[LightFrame]):
         self._on_progress = on_progress
         self._leaps = leaps
         self._submitted: deque[Submitted] = deque()
-        self._in_the_air: _InTheAir | None = None
+        self._in_the_air: _InTheAir | _OverlappedInTheAir | None = None
 
     # ------------------------------------------------------------ one step
 
@@ -176,42 +184,54 @@ class LeapingProcess(Driver[LightFrame]):
         return self.env.timeout(duration_ns)
 
     def _land(self) -> None:
-        if self._in_the_air is None:
+        landed, self._in_the_air = self._in_the_air, None
+        assert landed is not None, "what takes off lands"
+        if isinstance(landed, _OverlappedInTheAir):
+            self._land_overlapped(landed)
             return
-        leap, start_ns, cost, times, frame = self._in_the_air
-        self._in_the_air = None
+        leap, start_ns, cost, times, frame = landed
         outputs = self._engine.complete(frame)
-        self.log.leapt(leap, cost, self._timer.source, start_ns, times, self.now, outputs)
+        end_ns = self.now
+        self.log.leapt(leap, cost, self._timer.source, start_ns, times, end_ns, outputs)
         self._finish(leap.num_steps, outputs)
         self._guard.progress()
 
-    def _leap_overlapped(self, most: int) -> simpy.Event | None:
-        """Asynchronous scheduling: a leap that ends with its last step in flight.
+    def settle(self) -> None:
+        """The run breaks off: tells the log what it has not been told of those that sleep."""
+        self._on_progress = None
+        if self._in_the_air is not None:
+            self._land()
+        self.log.woke(self._scheduler.rouse_all())
 
-        Everything that happens until then is known now, so it is logged now.
-        """
+    def _leap_overlapped(self, most: int) -> simpy.Event | None:
+        """Asynchronous scheduling: a leap that ends with its last step in flight."""
         now, event_ns = self.now, self._next_event_ns()
         shape = self._scheduler.leap_shape()
         costs = self._timer.leap_costs(shape, most, None if event_ns is None else event_ns - now)
-        before, cost, times = self._submitted[0]
-        times.update_ns = self._host.update_of(before.shape.rows)
+        before = self._submitted[0]
+        before.times.update_ns = self._host.update_of(before.frame.shape.rows)
         overlap = Overlap(self._timeline, self._host, shape.rows, costs)
-        steps = overlap.run(now, times, event_ns, self._aborts[0][0] if self._aborts else None)
+        steps = overlap.run(now, before.times, event_ns, self._aborts[0][0] if self._aborts else None)
         if not steps:
             return None
         block_log = self._block_log(overlap.starts.__getitem__) if self._logs_blocks else None
         leap = self._scheduler.leap(steps, shape, block_log)
-        self._submitted.popleft()
-        outputs = self._engine.complete(before)
-        self.log.stepped_lightly(before, cost, self._timer.source, times, overlap.ends[0], outputs)
         last = self._engine.leapt_over(leap, overlap.starts[-1])
         self._submitted.append(Submitted(last, costs.cost(steps - 1), overlap.times[-1]))
+        self._in_the_air = _OverlappedInTheAir(leap, costs, overlap)
+        return self.env.timeout(overlap.ends[-1] - now)
+
+    def _land_overlapped(self, landed: _OverlappedInTheAir) -> None:
+        leap, costs, overlap = landed
+        before, cost, times = self._submitted.popleft()
+        outputs = self._engine.complete(before)
+        self.log.stepped_lightly(before, cost, self._timer.source, times, overlap.ends[0], outputs)
+        steps = leap.num_steps
         if steps > 1:
             self._log_overlapped(leap, costs, overlap)
         if self._on_progress is not None:
             self._on_progress(steps, 0, overlap.ends[-1])
         self._guard.progress()
-        return self.env.timeout(overlap.ends[-1] - now)
 
     def _log_overlapped(self, leap: Leap, costs: LeapCosts, overlap: Overlap) -> None:
         """All steps of a leap but the last, which is in flight."""

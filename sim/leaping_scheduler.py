@@ -31,6 +31,7 @@ from servetwin.sim.token_source import TokenSource
 
 _in_order = attrgetter("place")
 _NONE: list[tuple[Request, int]] = []
+_NO_STOP = -1
 _UNKNOWN = [0]
 """A token that nobody will ask for."""
 _ENDED_BY_LENGTH = Finish(FINISH_REASONS[RequestStatus.FINISHED_LENGTH_CAPPED], None)
@@ -131,7 +132,7 @@ class LeapingScheduler(Scheduler):
             return _Stuck(head, reason, 0)
         request = self.requests[head]
         num_tokens = self._first_tokens(request, 0, self._token_budget - self.calendar.num_rows)
-        return None if num_tokens is None else _Stuck(head, reason, self._blocks_for(request, num_tokens))
+        return None if num_tokens is None else _Stuck(head, reason, self.kv.blocks_for(request, num_tokens))
 
     # ------------------------------------------------------------ leaps
 
@@ -149,7 +150,9 @@ class LeapingScheduler(Scheduler):
             return 0
         steps = calendar.next_end() - self._number + 1
         spare = self.kv.pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
-        return steps if steps * rows <= spare else self._steps_with_blocks(steps, spare)
+        if rows * cdiv(steps, self.kv.block_size) <= spare:
+            return steps
+        return self._steps_with_blocks(steps, spare)
 
     def leap_shape(self) -> StepShape:
         """Of the next step, where it is one of a leap."""
@@ -273,7 +276,7 @@ class LeapingScheduler(Scheduler):
         due = calendar.beginning_block(number)
         needed = len(due)
         if shares:
-            needed += sum(self._blocks_for(request, n) for request, n in shares)
+            needed += sum(self.kv.blocks_for(request, n) for request, n in shares)
         if needed > self.kv.pool.num_free:
             return False
         if self.kv.enable_caching:
@@ -302,10 +305,6 @@ class LeapingScheduler(Scheduler):
             return [*wants[:-1], (request, rest)]
         return None
 
-    def _blocks_for(self, request: Request, num_tokens: int) -> int:
-        slots = min(request.num_computed_tokens + num_tokens, self._max_model_len)
-        return max(cdiv(slots, self.kv.block_size) - len(request.block_ids), 0)
-
     def _serve(self, due: list[Request], shares: list[tuple[Request, int]], step: Step) -> None:
         """Blocks, in running order; there are enough."""
         step_number = self._number
@@ -326,18 +325,15 @@ class LeapingScheduler(Scheduler):
     def _serve_sleepers(self, due: list[Request], number: int) -> None:
         """Blocks for the sleepers that begin or fill one in a step."""
         kv = self.kv
-        if not kv.enable_caching:
+        if not kv.enable_caching and kv.pool.journal is None:
             kv.begin_blocks(due)
             return
-        # Known in this step; what was sampled last is known a step later with asynchronous scheduling.
-        size, known = kv.block_size, number if self._counts_ahead else number + 1
+        # What was sampled last is known a step later with asynchronous scheduling.
+        known = number if self._counts_ahead else number + 1
         for request in due:
-            if (request.base + number) % size == 0:
-                kv.begin_block(request)
-            if (request.num_hashed_blocks + 1) * size <= request.base + known:
-                if request.keeps_tokens:
-                    self._catch_up(request, number)
-                kv.hash_next_block(request)
+            if request.keeps_tokens:
+                self._catch_up(request, number)
+            kv.grow_decode(request, request.base + number, request.base + known)
 
     def _admit(self, request: Request, num_tokens: int, hits: list[int], step: Step, now: int) -> None:
         super()._admit(request, num_tokens, hits, step, now)
@@ -440,9 +436,18 @@ class LeapingScheduler(Scheduler):
             last = request.num_output_tokens - 1
             request.output_token_ids.append(self._tokens.output_id(request.request_id, last))
         outputs.ended.append(Ended(request, len(request.block_ids), slept=True))
+        assert self._stop_status(request, _NO_STOP) is RequestStatus.FINISHED_LENGTH_CAPPED, (
+            "it slept for that"
+        )
         outputs.finished[request.request_id] = _ENDED_BY_LENGTH
         self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
         self.running.remove(request)
+
+    def rouse_all(self) -> list[Woken]:
+        """All that slept, and those whose waking nobody was told of: the run ends here."""
+        woken = [*self._woken, *(self._wake(request) for request in [*self.calendar])]
+        self._woken = []
+        return woken
 
     def rouse(self, request: Request) -> Woken:
         """A row that sleeps is looked at from now on, as long as it has no reason to fall asleep again."""
@@ -504,7 +509,7 @@ class LeapingScheduler(Scheduler):
         self._catch_up(request, self._number)
         if self._counts_ahead:
             request.num_output_placeholders = self._num_in_flight(request)
-        self.kv.note_plain(request)
+        self.kv.note_quiet(request)
         for frame in self.in_flight:
             if request.joined_step <= frame.step <= request.last_step:
                 frame.sleeping -= 1

@@ -187,6 +187,10 @@ class Request:
         """Nobody else can have the content of its further blocks, whatever its outputs are."""
         return self._hashes.private
 
+    def block_hash(self, place: int) -> BlockHash:
+        """The hash of one full block of known tokens."""
+        return self._hashes.of(place)
+
     def block_hashes(self, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` full blocks of known tokens."""
         return self._hashes.upto(num_blocks)

@@ -52,7 +52,8 @@ __all__ = [
     "tables_equal",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION, READABLE_VERSIONS = 2, (1, 2)
+"""2: one row of steps/ may be many steps."""
 HEADER, SUMMARY, WORKLOAD, PLANS = "run.json", "summary.json", "workload.jsonl.zst", "plans.jsonl.zst"
 State = Literal["complete", "failed", "running", "partial"]
 
@@ -273,9 +274,9 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{file} is not the {HEADER} of a run: state, process or parts are missing")
     if not _is_well_formed(header):
         raise RunFolderError(f"{file}: damaged: process or parts are not what a run writes")
-    if header["schema_version"] != SCHEMA_VERSION:
-        found = header["schema_version"]
-        raise RunFolderError(f"{file}: schema_version is {found!r}; this version reads {SCHEMA_VERSION}")
+    if header["schema_version"] not in READABLE_VERSIONS:
+        found, readable = header["schema_version"], " and ".join(map(str, READABLE_VERSIONS))
+        raise RunFolderError(f"{file}: schema_version is {found!r}; this version reads {readable}")
     return header
 
 

@@ -99,6 +99,7 @@ def simulate(
     try:
         env.run(until=env.process(engine.run()))
     finally:
+        engine.settle()
         log.close(int(env.now))
     return int(env.now)
 
@@ -107,13 +108,14 @@ def why_stepped(
     config: EngineConfig, policy: SchedulingPolicy, timer: StepTimer, host: HostModel | None = None
 ) -> str | None:
     """Why every step of a run is decided by itself, with a plan, in words; None where this is not needed."""
-    if not isinstance(timer, ModelledStepTimer):
+    # Anybody's own kind may look at plans.
+    if type(timer) is not ModelledStepTimer:
         return "steps are run, not modelled"
     if timer.drafts is not None or config.speculative is not None:
         return "speculative decoding"
     if not getattr(timer.model, "pure", True):
         return "step times are drawn at random"
-    if not isinstance(host, LinearHostModel | None):
+    if host is not None and type(host) is not LinearHostModel:
         return "a host model that looks at plans"
     if not may_leap(policy):
         return f"the policy {config.scheduler.policy} does not declare leaps, or looks at every step"
@@ -126,9 +128,9 @@ def _both(on_step: StepObserver | None, on_progress: OnProgress | None) -> StepO
         return on_step
 
     def observe(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
-        on_progress(1, len(outputs.finished), frame.start_ns)
         if on_step is not None:
             on_step(frame, result, outputs)
+        on_progress(1, len(outputs.finished), frame.start_ns)
 
     return observe
 

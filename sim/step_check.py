@@ -13,12 +13,7 @@ def check_result(plan: SchedulerOutput, result: StepResult) -> None:
     """Raises StepResultError for times that are no ns, a step without duration, or tokens of nobody."""
     if not isinstance(result, StepResult):
         raise StepResultError(f"the executor returned a {type(result).__name__}; allowed: a StepResult")
-    for name in ("prepare_ns", "device_ns"):
-        value = getattr(result, name)
-        if not isinstance(value, int) or value < 0:
-            raise StepResultError(
-                f"executor {result.source!r}: {name} {value!r}; allowed: whole ns, 0 or more"
-            )
+    check_times(result.source, result.prepare_ns, result.device_ns)
     if not plan.num_scheduled_tokens:
         return
     if result.prepare_ns + result.device_ns < 1:
@@ -26,6 +21,13 @@ def check_result(plan: SchedulerOutput, result: StepResult) -> None:
             f"executor {result.source!r}: a step of {plan.total_num_scheduled_tokens} tokens took 0 ns; allowed: > 0"
         )
     _check_tokens(plan, result)
+
+
+def check_times(source: str, prepare_ns: object, device_ns: object) -> None:
+    """Raises StepResultError for times that are no ns."""
+    for name, value in (("prepare_ns", prepare_ns), ("device_ns", device_ns)):
+        if not isinstance(value, int) or value < 0:
+            raise StepResultError(f"executor {source!r}: {name} {value!r}; allowed: whole ns, 0 or more")
 
 
 def _check_tokens(plan: SchedulerOutput, result: StepResult) -> None:

@@ -26,6 +26,8 @@ INTEGERS = tuple(name for name in SCHEMAS["steps"] if name not in NOT_STORED)
 RUN_INTEGERS = ("repeats", "device_growth_ns", "regular_gaps")
 """`repeats`: steps of this row. `device_growth_ns`: by which device time grows from one to the next, where no list says
 each. `regular_gaps`: rows (of each step) whose last token before came with the step in front of it."""
+EXACT_TIMES = {f"{name}_s": f"{name}_ns" for name in ("start", "prepare_start", "device_start", "end")}
+"""Instants stand in a part in whole ns, too: far from 0 a float of seconds is not exact."""
 TIME_LISTS = (
     "each_start_ns",
     "each_prepare_start_ns",
@@ -83,6 +85,9 @@ class StepRows:
             )
             for i, name in enumerate((*INTEGERS, *RUN_INTEGERS))
         }
+        for i, name in enumerate(INTEGERS):
+            if name in EXACT_TIMES:
+                arrays[EXACT_TIMES[name]] = pa.array(np.concatenate([chunk[i].whole() for chunk in chunks]))
         arrays["source"] = pa.array(self._sources, pa.string())
         arrays["predicted_s"] = pa.nulls(len(self), pa.float64())
         for name, items in self._lists.items():
@@ -111,7 +116,7 @@ def part_schema() -> pa.Schema:
     import pyarrow as pa
 
     schema = arrow_schema(SCHEMAS["steps"])
-    for name in RUN_INTEGERS:
+    for name in (*RUN_INTEGERS, *EXACT_TIMES.values()):
         schema = schema.append(pa.field(name, pa.int64()))
     for name in LISTS:
         schema = schema.append(pa.field(name, pa.list_(pa.int64())))
@@ -130,7 +135,7 @@ def regular_gaps(part: pa.Table) -> tuple[Int64s, Int64s]:
     """Of every step: its end in ns, and how many rows had their last token before with the step in front of it."""
     import numpy as np
 
-    ends = _ns(expanded(part, ["end_s"]), "end_s")
+    ends = _Expansion(part).ns("end_s")
     return ends, np.repeat(_integers(part, "regular_gaps"), _integers(part, "repeats", 1))
 
 
@@ -212,6 +217,9 @@ def _ns(part: pa.Table, name: str) -> Int64s:
     """A column of times in ns, NEVER for null."""
     import numpy as np
 
+    exact = EXACT_TIMES.get(name, "")
+    if exact in part.column_names and not part[exact].null_count:
+        return _integers(part, exact)
     seconds = part[name].to_numpy()
     ns: Int64s = np.where(np.isnan(seconds), NEVER, np.rint(np.nan_to_num(seconds) * NS_PER_S)).astype(
         np.int64
@@ -254,6 +262,11 @@ class _Expansion:
         schema = arrow_schema({name: SCHEMAS["steps"][name] for name in names})
         return pa.Table.from_arrays([self._column(name) for name in names], schema=schema)
 
+    def ns(self, name: str) -> Int64s:
+        """A column of times that change from step to step, in ns."""
+        times: Int64s = self._ns(name)[self._row] + getattr(self, f"_change_of_{name}")()
+        return times
+
     def _column(self, name: str) -> pa.Array:
         import pyarrow as pa
 
@@ -261,9 +274,7 @@ class _Expansion:
         if change is None:
             return self._part[name].combine_chunks().take(pa.array(self._row))
         if SCHEMAS["steps"][name] == "time":
-            first = self._ns(name)
-            ns = first[self._row] + change()
-            return pa.array(ns / NS_PER_S, mask=first[self._row] == NEVER)
+            return pa.array(self.ns(name) / NS_PER_S, mask=self._ns(name)[self._row] == NEVER)
         column = self._part[name]
         stored = _integers(self._part, name)[self._row]
         missing = column.is_null().to_numpy()[self._row] if column.null_count else None

@@ -95,11 +95,13 @@ class Tables(ABC):
         """The different gaps in the pool in ns, in ascending order, and how often each stands there."""
         import numpy as np
 
-        lengths, counts = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        parts = []
         for part in self.gap_parts():
-            lengths, place = np.unique(np.concatenate([lengths, part.length_ns]), return_inverse=True)
-            weights = np.concatenate([counts, part.samples])
-            counts = np.bincount(place, weights=weights, minlength=len(lengths)).astype(np.int64)
+            lengths, place = np.unique(part.length_ns, return_inverse=True)
+            parts.append((lengths, np.bincount(place, weights=part.samples, minlength=len(lengths))))
+        lengths, place = np.unique(np.concatenate([lengths for lengths, _ in parts]), return_inverse=True)
+        weights = np.concatenate([counts for _, counts in parts])
+        counts = np.bincount(place, weights=weights, minlength=len(lengths)).astype(np.int64)
         return lengths[counts != 0], counts[counts != 0]
 
     def _gaps(self) -> pd.DataFrame:

@@ -12,6 +12,7 @@ from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConf
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.progress_guard import StalledError
+from servetwin.sim.rules import Rules
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.features import Bools, Ints, StepFeatures, StepModel
 from servetwin.sim.steptime.modelled import ConstantStepModel, LinearStepModel, ModelledStepTimer
@@ -55,10 +56,13 @@ class Case:
     cache_resets_ns: list[int]
     max_concurrency: int | None
     turnaround_ns: int
+    rows_per_part: int
 
     def run(self, **how: bool) -> tuple[MemorySink, str | None]:
         """The log, and what the run ended with if it did not end well; `how` as for `simulate`."""
         tokens, sink = TokenSource(50), MemorySink()
+        log = EventLog(sink, log_blocks=self.log_blocks)
+        log.flush_at_rows(self.rows_per_part)
         timer = ModelledStepTimer(self.model, tokens, "model")
         timer.overlaps_preparation = self.turnaround_ns == 0
         timer.turnaround_ns = self.turnaround_ns
@@ -67,7 +71,7 @@ class Case:
                 RunConfig(engine=self.engine, executor="model"),
                 ListWorkload(self.requests),
                 timer,
-                EventLog(sink, log_blocks=self.log_blocks),
+                log,
                 tokens=tokens,
                 plan_tokens=False,
                 log_blocks=self.log_blocks,
@@ -104,6 +108,7 @@ def cases(draw: Draw) -> Case:
         draw(st.lists(st.integers(0, 60).map(lambda n: n * tick), max_size=2)),
         draw(st.none() | st.none() | st.integers(1, 4)),
         draw(st.sampled_from([0, 0, 0, tick])),
+        draw(st.sampled_from([5, 40, 1000])),
     )
 
 
@@ -127,7 +132,9 @@ def _engines(draw: Draw) -> EngineConfig:
             policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "sjf", "fair"])),
             scheduler_reserve_full_isl=draw(st.booleans()),
             async_scheduling=draw(st.booleans()),
+            use_v2_model_runner=draw(st.booleans()),
         ),
+        rules=draw(st.sampled_from([Rules.exact(), Rules.exact(), Rules.safe()])),
     )
 
 
@@ -142,6 +149,8 @@ def _requests(draw: Draw, engine: EngineConfig, tick: int) -> tuple[int, int | N
         "priority": draw(st.integers(0, 2)),
         "client_id": draw(st.sampled_from([None, "x", "y"])),
         "ignore_eos": draw(st.sampled_from([True, True, True, False])),
+        "stop_token_ids": draw(st.sampled_from([(), (), (), (5, 7)])),
+        "cache_salt": draw(st.sampled_from([None, None, "salt"])),
     }
     if draw(ONE_IN_THREE):
         fields["min_tokens"] = min(draw(st.integers(0, 3)), fields["output_tokens"], length - prompt)

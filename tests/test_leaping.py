@@ -5,25 +5,40 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from engines import engine_config, serve, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaping_strategies import Case, cases
 
+from servetwin.sim.block_hash import TokenPrompt
+from servetwin.sim.cli import run
+from servetwin.sim.config import RunConfig
+from servetwin.sim.contract import SamplingParams, StepShape
 from servetwin.sim.decide import Line, ScenarioLoop
-from servetwin.sim.events import MemorySink
+from servetwin.sim.decode_calendar import DecodeCalendar
+from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.leap_times import LeapTimes
 from servetwin.sim.leaping_core import LeapingCore
 from servetwin.sim.metrics import step_figures
 from servetwin.sim.policy import FCFS, Priority, load_policy, may_leap
+from servetwin.sim.request import Request
 from servetwin.sim.rules import Rules
+from servetwin.sim.runs import read_run
 from servetwin.sim.scenario import Scenario, read_scenario
+from servetwin.sim.simulation import simulate, why_stepped
+from servetwin.sim.step_rows import SUMMED
+from servetwin.sim.steptime.features import StepFeatures
+from servetwin.sim.steptime.modelled import ConstantStepModel, LinearStepModel, ModelledStepTimer
 from servetwin.sim.tables import differences
+from servetwin.sim.token_source import TokenSource
+from servetwin.workloads import ListWorkload
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(p.name.removesuffix(".scenario.json") for p in GOLDEN.glob("*.scenario.json"))
@@ -204,3 +219,253 @@ def test_the_steps_until_an_instant_are_counted_exactly(
     assert LeapTimes(0, 0, each).steps_until(time_ns, most) == expected
     for boundary in ends[:3]:
         assert times.duration_ns(times.steps_until(boundary, most)) == boundary
+
+
+# ------------------------------------------------------------------ runs that break off
+
+
+class Broken(Exception):
+    """What ends a run early."""
+
+
+def stopped(after_s: float, **how: bool) -> tuple[MemorySink, int]:
+    """The log of a run that is stopped at the first step that ends then or later, and how far it had come."""
+    requests = [spec(f"r{i}", 8, 60, at_s) for i, at_s in enumerate([0, 3, 6, 25])]
+    tokens, sink, seen = TokenSource(50), MemorySink(), []
+
+    def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
+        seen.append(num_steps)
+        if now_ns >= after_s * 1e9:
+            raise Broken
+
+    with pytest.raises(Broken):
+        simulate(
+            RunConfig(engine=engine_config(max_model_len=200), executor="constant"),
+            ListWorkload(requests),
+            ModelledStepTimer(ConstantStepModel(10**9), tokens, "constant"),
+            EventLog(sink, log_blocks=False),
+            tokens=tokens,
+            plan_tokens=False,
+            log_blocks=False,
+            on_progress=on_progress,
+            **how,
+        )
+    return sink, sum(seen)
+
+
+@pytest.mark.parametrize("how", [{"leaps": False}, {"leaps": True}])
+def test_a_run_that_breaks_off_knows_how_far_each_request_had_come(how: dict[str, bool]) -> None:
+    """Outputs are those of the steps that are logged; nobody completed, so no gaps are left."""
+    log, num_steps = stopped(20.5, **how)
+    rows = log.requests.set_index("request_id")
+    assert len(log.steps) == num_steps >= 21
+    end = log.steps.end_s.max()
+    assert rows.last_token_s.dropna().eq(end).all() and len(rows.last_token_s.dropna()) == 3
+    assert rows.num_output_tokens["r0"] == num_steps
+    assert rows.num_output_tokens["r1"] == num_steps - 3
+    assert len(log.itl) == 0
+
+
+class Sulks(FCFS):
+    """Gives nobody up."""
+
+    leaps = True
+
+    def choose_victim(self, running: Any, now: int) -> Any:
+        raise Broken
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_policy_that_raises_leaves_the_same_log(async_scheduling: bool) -> None:
+    """In the middle of a schedule call, for which all rows had to wake."""
+    config = engine_config(usable_blocks=12, max_model_len=40, async_scheduling=async_scheduling,
+                           scheduler_reserve_full_isl=False)  # fmt: skip
+    logs = []
+    for plans in (True, False):
+        sink, tokens = MemorySink(), TokenSource(50)
+        with pytest.raises(Broken):
+            simulate(
+                RunConfig(engine=config, executor="constant"),
+                ListWorkload([spec("a", 8, 32), spec("b", 8, 32), spec("c", 4, 30)]),
+                ModelledStepTimer(ConstantStepModel(10**9), tokens, "constant"),
+                EventLog(sink, log_blocks=False),
+                tokens=tokens,
+                plan_tokens=False,
+                log_blocks=False,
+                policy=Sulks(),
+                plans=plans,
+            )
+        logs.append(sink)
+    assert differences(*logs) == []
+    assert logs[0].requests.num_output_tokens.max() > 5
+
+
+# ------------------------------------------------------------------ what stands against it
+
+
+class OwnTimer(ModelledStepTimer):
+    """Looks at plans, perhaps."""
+
+
+class OwnHost(LinearHostModel):
+    """The same."""
+
+
+def test_own_kinds_of_timer_and_host_get_their_plans() -> None:
+    tokens, config = TokenSource(50), engine_config()
+    timer = ModelledStepTimer(ConstantStepModel(1), tokens, "constant")
+    assert why_stepped(config, FCFS(), timer) is None
+    assert why_stepped(config, FCFS(), OwnTimer(ConstantStepModel(1), tokens, "own")) is not None
+    assert why_stepped(config, FCFS(), timer, OwnHost()) is not None
+    assert why_stepped(config, Silent(), timer) is not None
+
+
+@dataclass(frozen=True)
+class BadModel:
+    """Says what must not be."""
+
+    device: Any = 10
+    prepare: Any = 0
+
+    def durations_ns(self, features: StepFeatures) -> Any:
+        return np.full(len(features), self.device)
+
+    def prepare_ns(self, features: StepFeatures) -> Any:
+        return np.full(len(features), self.prepare)
+
+
+@pytest.mark.parametrize("model", [BadModel(prepare=-5), BadModel(device=0)])
+@pytest.mark.parametrize("how", [{"plans": True}, {"leaps": False}, {"leaps": True}])
+def test_times_that_cannot_be_are_refused(model: BadModel, how: dict[str, bool]) -> None:
+    """With the same words, however steps are taken."""
+    tokens = TokenSource(50)
+    with pytest.raises(ValueError, match=r"allowed: whole ns, 0 or more|must take at least 1 ns"):
+        simulate(
+            RunConfig(engine=engine_config(), executor="bad"),
+            ListWorkload([spec("a", 8, 30)]),
+            ModelledStepTimer(model, tokens, "bad"),
+            EventLog(MemorySink()),
+            tokens=tokens,
+            plan_tokens=False,
+            log_blocks=True,
+            **how,
+        )
+
+
+def test_times_of_a_later_step_that_cannot_be_are_refused() -> None:
+    """The leap ends before it."""
+
+    class Fading(BadModel):
+        def decode_durations_ns(self, shape: StepShape, num_steps: int) -> Any:
+            return np.maximum(20 - shape.decode_context_tokens - np.arange(num_steps), 0)
+
+        def durations_ns(self, features: StepFeatures) -> Any:
+            return np.maximum(20 - features.decode_context_tokens, 0)
+
+    for how in ({"plans": True}, {"leaps": True}):
+        tokens = TokenSource(50)
+        with pytest.raises(ValueError, match="gives 0 ns for a step of 1 tokens"):
+            simulate(
+                RunConfig(engine=engine_config(), executor="bad"),
+                ListWorkload([spec("a", 8, 30)]),
+                ModelledStepTimer(Fading(), tokens, "bad"),
+                EventLog(MemorySink()),
+                tokens=tokens,
+                plan_tokens=False,
+                log_blocks=True,
+                **how,
+            )
+
+
+# ------------------------------------------------------------------ figures and memory
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_figures_of_runs_of_steps_are_those_of_the_steps(case: Case) -> None:
+    """Sums, times and the peak, against the frame in which every step is a row."""
+    log, _ = case.run()
+    found, steps = step_figures(log), log.steps
+    assert {name: found.totals[name] for name in SUMMED} == {
+        name: int(steps[name].fillna(0).sum()) for name in SUMMED
+    }
+    assert found.num_steps == int((steps.rows > 0).sum())
+    assert found.busy_ns == round(float((steps.prepare_s + steps.device_s).sum()) * 1e9)
+    if len(steps):
+        usable = steps.used_blocks + steps.cached_free_blocks + steps.free_blocks
+        assert found.peak_used_fraction == (steps.used_blocks / usable).max()
+
+
+def test_a_calendar_forgets_those_that_are_gone() -> None:
+    """Also where nobody leaps, so that nobody asks for the next end."""
+    calendar = DecodeCalendar(4)
+    for i in range(2000):
+        row = Request(f"r{i}", TokenPrompt([1] * 8), SamplingParams(), block_size=4, max_model_len=99)
+        row.base, row.last_step, row.place = 8 - i, i + 5, i
+        calendar.add(row)
+        if i >= 3:
+            calendar.leave_batch(i + 3)
+            calendar.forget(i + 2)
+    assert len(calendar._end_steps) < 200 and len(calendar._longest) < 200
+
+
+def test_a_run_far_from_its_origin_is_exact() -> None:
+    """Traces keep their own times, which may be those since 1970."""
+    requests = [spec(f"r{i}", 8, 40, 1.7e9 + 0.7 * i) for i in range(5)]
+    config = engine_config(max_model_len=200)
+    model = LinearStepModel(10**7, 3, 1001, 7)
+    logs = [serve(requests, config, timer=ModelledStepTimer(model, TokenSource(50), "x"), on_step=on_step)
+            for on_step in (None, lambda *_: None)]  # fmt: skip
+    assert differences(*logs) == []
+    assert step_figures(logs[0]).num_leapt > 0 == step_figures(logs[1]).num_leapt
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Path:
+    path = tmp_path / "load.jsonl"
+    rows = [
+        {"request_id": f"r{i}", "arrival_s": i, "prompt_tokens": 40, "output_tokens": 90} for i in range(6)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_no_leap_writes_the_same_run(load: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the summary says how many steps were leapt over."""
+    flags = [str(load), "--executor", "constant", "--step-time-s", "0.01", "--json"]
+    summaries = []
+    for name, more in (("a", []), ("b", ["--no-leap"])):
+        assert run(["run", *flags, "--out", str(tmp_path / name), *more]) == 0
+        summaries.append(json.loads(capsys.readouterr().out)["servetwin"])
+    assert differences(read_run(tmp_path / "a"), read_run(tmp_path / "b")) == []
+    assert summaries[0]["leapt_fraction"] > 0.8
+    assert (summaries[1]["leapt_steps"], summaries[1]["steps"]) == (0, summaries[0]["steps"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--scheduling-policy", "fair"], "the policy fair does not declare leaps"),
+        (["--save-plans"], "--save-plans wants to see each"),
+    ],
+)
+def test_a_run_that_takes_every_step_says_why(
+    load: Path, tmp_path: Path, flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "run",
+        str(load),
+        "--executor",
+        "constant",
+        "--step-time-s",
+        "0.01",
+        "--out",
+        str(tmp_path / "r"),
+    ]
+    assert run([*command, *flags]) == 0
+    assert reason in " ".join(capsys.readouterr().err.split())
+    assert run([*command, *flags, "--overwrite", "--no-leap"]) == 2
+    assert "--no-leap has no effect" in capsys.readouterr().err

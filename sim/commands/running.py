@@ -142,6 +142,8 @@ def _check_leaping(flags: RunFlags, engine: Engine) -> None:
         return
     policy = load_policy(engine.config.scheduler.policy)
     reason = why_stepped(engine.config, policy, engine.timer, engine.host)
+    if flags.save_plans or flags.save_tokens:
+        reason = reason or f"--save-{'plans' if flags.save_plans else 'tokens'} wants to see each"
     if reason is None or (flags.leap and not isinstance(engine.timer, ModelledStepTimer)):
         return
     if not flags.leap:
@@ -269,8 +271,8 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
             recorder.plan(frame)
 
         def on_live_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
-            on_progress(1, len(outputs.finished), frame.start_ns)
             recorder.plan(frame)
+            on_progress(1, len(outputs.finished), frame.start_ns)
 
         with policy_errors_told(config.engine.scheduler.policy):
             if engine.server is not None:

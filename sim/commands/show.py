@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -54,8 +55,8 @@ def print_json(value: Mapping[str, Any]) -> None:
     )
 
 
-SHOWN_EVERY = 50
-"""Steps or leaps from one look of the progress bar to the next."""
+SHOWN_EVERY_S = 0.1
+"""Of the progress bar, which costs more than a simulated step."""
 
 
 class RunProgress:
@@ -63,7 +64,8 @@ class RunProgress:
 
     def __init__(self, total: int, clock: str = "simulated") -> None:
         self._total = total
-        self._steps = self._ended = self._calls = 0
+        self._steps = self._ended = 0
+        self._due = 0.0
         fixed = Column(no_wrap=True)
         self._progress = Progress(
             TextColumn("serving", table_column=fixed),
@@ -87,9 +89,7 @@ class RunProgress:
         """So many steps more, with which `num_ended` requests finished, until time `now_ns`."""
         self._steps += num_steps
         self._ended += num_ended
-        self._calls += 1
-        # The bar costs more than a simulated step.
-        if self._calls % SHOWN_EVERY == 0:
+        if monotonic() >= self._due:
             self._show(self._ended, now_ns)
 
     def done(self, now_ns: int) -> None:
@@ -97,6 +97,7 @@ class RunProgress:
         self._show(self._total, now_ns)
 
     def _show(self, completed: int, now_ns: int) -> None:
+        self._due = monotonic() + SHOWN_EVERY_S
         self._progress.update(self._task, completed=completed, steps=self._steps, run_s=ns_to_seconds(now_ns))
 
 

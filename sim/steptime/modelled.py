@@ -10,6 +10,7 @@ import numpy as np
 from servetwin.sim.contract import SchedulerOutput, StepResult, StepShape
 from servetwin.sim.leap_times import LeapTimes
 from servetwin.sim.light_frames import StepCost
+from servetwin.sim.step_check import check_times
 from servetwin.sim.steptime.drafting import DraftModel
 from servetwin.sim.steptime.features import Bools, Ints, StepFeatures, StepModel, shape_of
 from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
@@ -117,7 +118,7 @@ class ModelledStepTimer:
         self, model: StepModel, tokens: TokenSource, source: str, drafts: DraftModel | None = None
     ) -> None:
         self.model = model
-        self._duration: Callable[[StepShape], int] = getattr(model, "duration_ns", self._one_of_many)
+        self._duration: Callable[[StepShape], int] = getattr(model, "duration_ns", None) or self._one_of_many
         self._outside: Callable[[StepFeatures], Bools] | None = getattr(model, "outside", None)
         self._prepare: Callable[[StepFeatures], Ints] | None = getattr(model, "prepare_ns", None)
         self.overlaps_preparation = bool(getattr(model, "overlaps_preparation", True))
@@ -160,10 +161,13 @@ class ModelledStepTimer:
                 "a step with tokens must take at least 1 ns"
             )
         if self._is_bare:
+            check_times(self.source, 0, duration)
             return StepCost(0, duration)
         features = StepFeatures.of([shape])
+        prepare_ns = 0 if self._prepare is None else int(self._prepare(features)[0])
+        check_times(self.source, prepare_ns, duration)
         return StepCost(
-            0 if self._prepare is None else int(self._prepare(features)[0]),
+            prepare_ns,
             duration,
             self._outside is not None and bool(self._outside(features)[0]),
             None if self._graph_tokens is None else int(self._graph_tokens(features)[0]) or None,
@@ -177,26 +181,31 @@ class ModelledStepTimer:
 
         Fewer also where the model says of a later one anything else than its duration.
         """
-        if self._is_bare and self._decode_durations is not None:
-            # Some more than needed cost less than to find out how many.
-            each = self._decode_durations(shape, min(most, LEAP_AT_MOST)).tolist()
-            return LeapCosts(StepCost(0, each[0]), len(each), 0, each)
         first = self.cost(shape)
         if self._context_ns is not None and self._is_bare:
+            check_times(self.source, 0, self._context_ns)
             return LeapCosts(first, most, self._context_ns * shape.rows)
         steps = min(most, LEAP_AT_MOST)
         if wanted_ns is not None:
             # As if they grew no longer: a few more than needed.
-            steps = min(steps, wanted_ns // first.device_ns + 2)
-        features = StepFeatures.growing(shape, steps)
-        durations = self.model.durations_ns(features)
-        if durations.min(initial=1) < 1:
-            # Found out, with a message, when that step is taken by itself.
-            steps = int((durations < 1).argmax())
-        for name in ("outside", "prepare_ns", "graph_tokens"):
-            ask = getattr(self.model, name, None)
-            if ask is not None:
-                said = ask(features)[:steps]
-                other = said != said[0]
-                steps = int(other.argmax()) if other.any() else steps
+            steps = min(steps, max(wanted_ns, 0) // first.device_ns + 2)
+        durations, steps = self._durations(shape, steps)
         return LeapCosts(first, steps, 0, durations[:steps].tolist())
+
+    def _durations(self, shape: StepShape, steps: int) -> tuple[Ints, int]:
+        """Of a step of decode rows and those that follow, and how many of these are otherwise like it."""
+        if self._is_bare and self._decode_durations is not None:
+            durations = self._decode_durations(shape, steps)
+        else:
+            features = StepFeatures.growing(shape, steps)
+            durations = self.model.durations_ns(features)
+            for name in ("outside", "prepare_ns", "graph_tokens"):
+                ask = getattr(self.model, name, None)
+                if ask is not None:
+                    said = ask(features)[:steps]
+                    other = said != said[0]
+                    steps = int(other.argmax()) if other.any() else steps
+        # To whole numbers as for one step; one that takes no time is found out when it is taken by itself.
+        durations = np.asarray(durations).astype(np.int64)
+        too_short = durations[:steps] < 1
+        return durations, max(int(too_short.argmax()), 1) if too_short.any() else steps
