@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from servetwin.sim.columns import SCHEMAS, Columns
+from servetwin.sim.columns import SCHEMAS, Columns, arrow_schema
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
 from servetwin.sim.events import EventLog, MemorySink, Sink
 from servetwin.sim.metrics import summarize
@@ -237,6 +239,22 @@ def test_a_run_of_before_a_column_was_added_reads_with_nulls(finished: Path) -> 
     assert steps.graph_tokens.isna().all()
 
 
+def test_a_run_of_the_first_schema_reads_the_same(finished: Path) -> None:
+    """There every step was a row, and every gap stood in itl/."""
+    run, old = read_run(finished), finished.with_name("old")
+    shutil.copytree(finished, old)
+    header = json.loads((old / "run.json").read_text())
+    for table in ("steps", "itl"):
+        frame = run.frame(table)
+        rows = pa.Table.from_pandas(frame, schema=arrow_schema(SCHEMAS[table]), preserve_index=False)
+        pq.write_table(rows, old / table / "00000.parquet")
+        header["parts"][table] = [f"{table}/00000.parquet"]
+    (old / "run.json").write_text(json.dumps(header | {"schema_version": 1}))
+    assert differences(run, read_run(old)) == []
+    assert summarize(read_run(old)) == summarize(run)
+    assert len(run.itl) > 100
+
+
 def test_damage_gives_one_error(finished: Path) -> None:
     """A missing part, a cut part, a cut header, another schema: RunFolderError that names the file."""
     part = finished / "steps" / "00000.parquet"
@@ -247,8 +265,8 @@ def test_damage_gives_one_error(finished: Path) -> None:
     with pytest.raises(RunFolderError, match=r"steps/00000\.parquet is listed in run\.json but missing"):
         read_run(finished)
     header = (finished / "run.json").read_text()
-    (finished / "run.json").write_text(header.replace('"schema_version": 1', '"schema_version": 99'))
-    with pytest.raises(RunFolderError, match="schema_version is 99; this version reads 1"):
+    (finished / "run.json").write_text(header.replace('"schema_version": 2', '"schema_version": 99'))
+    with pytest.raises(RunFolderError, match="schema_version is 99; this version reads 1 and 2"):
         read_run(finished)
     (finished / "run.json").write_text(header[:50])
     with pytest.raises(RunFolderError, match=r"run\.json: damaged"):
