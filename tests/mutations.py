@@ -615,8 +615,8 @@ SCHEDULING = (
         "a plain decode does not fill its block",
         0,
         MANAGER,
-        "                self._hash_full_blocks(request, known)\n",
-        "                pass\n",
+        "            if min(filled, num_tokens) >= (place + 1) * self.block_size:\n",
+        "            if False:\n",
         (
             "test_scheduler_rules.py::test_11_with_caching_a_victim_finds_its_own_blocks_again",
             "test_scheduler_rules.py::test_09_equal_blocks_are_kept_side_by_side",
@@ -1078,7 +1078,7 @@ LEAPS = (
         "sim/leaping_process.py",
         "if timeline.prepare_start(now + schedule_ns) != now + between_ns:",
         "if False:",
-        SAME_LOG,
+        ("test_leaping.py::test_a_leap_waits_for_a_worker_that_turns_around",),
     ),
     Mutation(
         "an eviction in a leap is counted in its first step",

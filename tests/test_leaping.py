@@ -157,6 +157,15 @@ def test_a_queue_that_cannot_move_is_leapt_over() -> None:
     assert many > 0.9 * steps
 
 
+def test_a_leap_waits_for_a_worker_that_turns_around() -> None:
+    """With fewer rows the update is over sooner, so the worker comes later after it than in the steps before."""
+    host = LinearHostModel(update_per_row_ns=500_000_000)
+    requests = [spec("a", 8, 30), spec("b", 8, 60)]
+    config, model = engine_config(max_model_len=200), ConstantStepModel(10**9)
+    log = assert_the_same(Case(config, requests, model, host, False, [], None, 3 * 10**9, 1000))
+    assert (log.steps.prepare_start_s - log.steps.start_s).nunique() > 2
+
+
 def test_a_leap_is_one_row_in_the_log() -> None:
     """Rows are told apart by a reader."""
     log = serve([spec("a", 8, 100)], engine_config(max_model_len=200))
