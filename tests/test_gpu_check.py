@@ -444,7 +444,7 @@ def test_an_earlier_report_stays_until_there_is_a_row(script: Callable[[str], An
 
 
 def test_ctrl_c_prints_the_table_so_far_and_no_trace(tmp_path: Path) -> None:
-    """Sent, as a terminal does, to all processes, while the first part runs."""
+    """Sent, as a terminal does, to all processes, while the first part runs, or just after it on a fast machine."""
     path = tmp_path / "r.json"
     command = [sys.executable, str(SCRIPT), "--toy", "-o", str(path)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -470,7 +470,7 @@ def test_ctrl_c_prints_the_table_so_far_and_no_trace(tmp_path: Path) -> None:
     assert (process.returncode, "Traceback" in err) == (130, False), err
     report = json.loads(path.read_text())
     assert {row["reason"] for row in report["left_out"]} == {"interrupted"}
-    assert {row["part"] for row in report["left_out"]} == PARTS
+    assert PARTS - {"correctness"} <= {row["part"] for row in report["left_out"]} <= PARTS
     assert f"\n  correctness  {report['rows'][0]['name']} " in out
     assert " not run; report: " in out.splitlines()[-1]
     assert list(tmp_path.iterdir()) == [path]
