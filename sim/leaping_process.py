@@ -44,6 +44,7 @@ class _InTheAir(NamedTuple):
     """Of its first step."""
     last: LightFrame
     """Its last step."""
+    end_ns: int
 
 
 class _OverlappedInTheAir(NamedTuple):
@@ -180,7 +181,8 @@ class LeapingProcess(Driver[LightFrame]):
         first = timeline.submit(now + schedule_ns, schedule_ns, cost.prepare_ns, cost.device_ns)
         first.update_ns = update_ns
         timeline.skip_to(now + duration_ns - update_ns)
-        self._in_the_air = _InTheAir(leap, now, cost, first, self._engine.leapt(leap, now))
+        last = self._engine.leapt(leap, now)
+        self._in_the_air = _InTheAir(leap, now, cost, first, last, now + duration_ns)
         return self.env.timeout(duration_ns)
 
     def _land(self) -> None:
@@ -189,9 +191,8 @@ class LeapingProcess(Driver[LightFrame]):
         if isinstance(landed, _OverlappedInTheAir):
             self._land_overlapped(landed)
             return
-        leap, start_ns, cost, times, frame = landed
-        outputs = self._engine.complete(frame)
-        end_ns = self.now
+        leap, start_ns, cost, times, last, end_ns = landed
+        outputs = self._engine.complete(last)
         self.log.leapt(leap, cost, self._timer.source, start_ns, times, end_ns, outputs)
         self._finish(leap.num_steps, outputs)
         self._guard.progress()

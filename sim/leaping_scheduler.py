@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 
 from servetwin.sim.async_scheduler import AsyncScheduler
@@ -37,16 +36,6 @@ _UNKNOWN = [0]
 _ENDED_BY_LENGTH = Finish(FINISH_REASONS[RequestStatus.FINISHED_LENGTH_CAPPED], None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stuck:
-    """The head of the queue cannot come in before somebody ends."""
-
-    request_id: str
-    reason: WaitReason
-    blocks: int
-    """Free blocks below which the reason would be another."""
-
-
 class LeapingScheduler(Scheduler):
     """Arguments as for `Scheduler`; `tokens`: where outputs come from. For policies that `may_leap` allows."""
 
@@ -69,7 +58,9 @@ class LeapingScheduler(Scheduler):
         self._number = 0
         """The next step."""
         self._woken: list[Woken] = []
-        self._stuck: _Stuck | None = None
+        self._stuck: int | None = None
+        """Not None: the head of the queue cannot come in before somebody ends, as long as so many blocks are free (with
+        fewer it would wait for another reason)."""
         self._resumed_are_new = config.scheduler.use_v2_model_runner
         self._order_changes = bool(getattr(self.policy, "dynamic_order", False))
 
@@ -118,21 +109,21 @@ class LeapingScheduler(Scheduler):
         self._stuck = None
         super()._end(request, status)
 
-    def _find_stuck(self, step: Step) -> _Stuck | None:
+    def _find_stuck(self, step: Step) -> int | None:
         """Whether the step's reason for keeping the head of the queue out holds for all like steps after it."""
         head, reason = step.record.head, step.record.head_reason
         if head is None or step.asked or step.record.preempted or self._order_changes:
             return None
         if reason is WaitReason.SEATS:
-            return _Stuck(head, reason, 0)
+            return 0
         # With prefix caching every refusal is a look-up that counts, and what it finds may change.
         if self.kv.enable_caching or reason not in (WaitReason.BLOCKS, WaitReason.GATE):
             return None
         if reason is WaitReason.BLOCKS:
-            return _Stuck(head, reason, 0)
+            return 0
         request = self.requests[head]
         num_tokens = self._first_tokens(request, 0, self._token_budget - self.calendar.num_rows)
-        return None if num_tokens is None else _Stuck(head, reason, self.kv.blocks_for(request, num_tokens))
+        return None if num_tokens is None else self.kv.blocks_for(request, num_tokens)
 
     # ------------------------------------------------------------ leaps
 
@@ -149,7 +140,7 @@ class LeapingScheduler(Scheduler):
         if self.waiting and self._stuck is None:
             return 0
         steps = calendar.next_end() - self._number + 1
-        spare = self.kv.pool.num_free - (self._stuck.blocks if self._stuck is not None else 0)
+        spare = self.kv.pool.num_free - (self._stuck or 0)
         if rows * cdiv(steps, self.kv.block_size) <= spare:
             return steps
         return self._steps_with_blocks(steps, spare)
