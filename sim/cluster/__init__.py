@@ -1,0 +1,1 @@
+"""Several engines behind one front door: routing, prefill and decode apart, scaling, failures."""
