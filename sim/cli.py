@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+from servetwin.sim.commands.config_file import flag_sources
 from servetwin.sim.commands.errors import InfeasibleError, PolicyFailedError
 from servetwin.sim.commands.help_layout import help_formatter
 from servetwin.sim.contract import EngineDeadError
@@ -64,7 +65,9 @@ def _show_log() -> None:
 def run(argv: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
     try:
-        code = make_app()(argv, exit_on_error=False, print_error=False, result_action="return_value")
+        app = make_app()
+        app.config = flag_sources(argv)
+        code = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as e:
         return _complain(_with_hint(str(e).strip()), 2)
     except KeyboardInterrupt:

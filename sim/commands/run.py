@@ -6,6 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from servetwin.sim.commands.config_file import ConfigFile
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.trace_flags import TraceFlags
 
@@ -24,6 +25,7 @@ def run(
     ] = None,
     /,
     *,
+    config: ConfigFile = None,
     flags: RunFlags = RUN,
     load: LoadFlags = LOAD,
     trace: TraceFlags = TRACE,
@@ -35,6 +37,7 @@ def run(
     Requests arrive, the scheduler (vLLM 0.22.0 V1) decides, the executor runs what it decided, and the time that took
     moves the simulated clock; idle time is skipped. Results go to stdout, progress to stderr.
     """
+    del config  # `sim/cli.py` has read it.
     from servetwin.sim.commands.loading import Load
     from servetwin.sim.commands.running import RunRequest, carry_out
 
