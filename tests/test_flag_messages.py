@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from servetwin.sim.cli import run
+from servetwin.sim.cli import COMMANDS, make_app, run
 from servetwin.workloads import (
     ArgumentError,
     WorkloadError,
@@ -194,3 +194,22 @@ def test_an_argument_error_survives_another_process() -> None:
 
     again = pickle.loads(pickle.dumps(ArgumentError("n", "0: must be 1 or more")))
     assert str(again) == "n 0: must be 1 or more"
+
+
+def test_every_whole_number_on_the_command_line_is_read_as_one() -> None:
+    """cyclopts by itself takes 1.5 for the int 1."""
+    app = make_app()
+    commands = [(name, app[name]) for name in COMMANDS if name != "trace"]
+    trace = app["trace"]
+    commands += [(f"trace {name}", trace[name]) for name in trace if not name.startswith("-")]
+    assert len(commands) > 15
+    cut = [
+        f"{name} {argument.name}"
+        for name, command in commands
+        if command.default_command
+        for argument in command.assemble_argument_collection()
+        if argument.hint in (int, int | None)
+        and argument.parameter.converter is None
+        and argument.parameter.parse is not False
+    ]
+    assert not cut

@@ -7,10 +7,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from servetwin.sim.commands.flag_kinds import whole_number
+
 
 def dash(
     *runs: Annotated[Path, Parameter(name="RUN", help="Run folders, as written by run --out.")],
-    port: Annotated[int, Parameter(help="Port on the loopback interface.")] = 8501,
+    port: Annotated[int, Parameter(converter=whole_number, help="Port on the loopback interface.")] = 8501,
 ) -> int:
     """Show runs in the browser: queue and KV occupancy over time, key figures.
 

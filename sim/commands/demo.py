@@ -8,6 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from servetwin.sim.commands.flag_kinds import whole_number
+
 
 def demo(
     *,
@@ -18,7 +20,9 @@ def demo(
         Path | None, Parameter(help="Folder to keep the converted model in (default: the user's cache).")
     ] = None,
     temperature: Annotated[float, Parameter(help="0 is greedy.")] = 0.7,
-    seed: Annotated[int, Parameter(help="Root of the sampling's random streams.")] = 0,
+    seed: Annotated[
+        int, Parameter(converter=whole_number, help="Root of the sampling's random streams.")
+    ] = 0,
 ) -> int:
     """Run a small trained model on a shipped workload: the whole loop in one command.
 

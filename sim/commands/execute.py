@@ -53,7 +53,9 @@ def execute(
             "if OMP_NUM_THREADS says so).",
         ),
     ] = None,
-    seed: Annotated[int, Parameter(help="Seed of random weights (--load-format dummy).")] = 0,
+    seed: Annotated[
+        int, Parameter(converter=whole_number, help="Seed of random weights (--load-format dummy).")
+    ] = 0,
     json: Annotated[bool, Parameter(negative=(), help="Print the totals as one JSON object.")] = False,
 ) -> int:
     """Run recorded plans on the executor, without any scheduler.

@@ -223,7 +223,7 @@ class SamplingFlags:
     """How a model's tokens are chosen."""
 
     temperature: Annotated[float, _flag(SAMPLING, "0 is greedy.")] = 0.0
-    top_k: Annotated[int, _flag(SAMPLING, "Draw from the k most likely tokens; 0 is off.")] = 0
+    top_k: Annotated[int, _int(SAMPLING, "Draw from the k most likely tokens; 0 is off.")] = 0
     top_p: Annotated[
         float, _flag(SAMPLING, "Draw from the most likely tokens with this probability; 1 is off.")
     ] = 1.0

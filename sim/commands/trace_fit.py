@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from servetwin.sim.commands.flag_kinds import count
 from servetwin.sim.commands.trace_flags import READ, TRACE_HELP, WRITING, ReadFlags
 
 
@@ -31,7 +32,7 @@ def fit(
     ] = False,
     seed: Annotated[
         int,
-        Parameter(group=WRITING, help="Root of what is drawn: generated traces, the requests of --check."),
+        count(WRITING, "Root of what is drawn: generated traces, the requests of --check."),
     ] = 0,
     read: ReadFlags = READ,
 ) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from servetwin.sim.commands.flag_kinds import whole_number
 from servetwin.sim.commands.trace_flags import READ, TRACE_HELP, ReadFlags
 
 
@@ -16,7 +17,10 @@ def info(
     *,
     json: Annotated[bool, Parameter(negative=(), help="Print the figures as one JSON object.")] = False,
     seed: Annotated[
-        int, Parameter(help="Root of what is drawn, for traces that are generated (ServeGen).")
+        int,
+        Parameter(
+            converter=whole_number, help="Root of what is drawn, for traces that are generated (ServeGen)."
+        ),
     ] = 0,
     read: ReadFlags = READ,
 ) -> int:
