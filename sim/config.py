@@ -8,24 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from servetwin.sim.cluster.config import ClusterConfig
+from servetwin.sim.config_base import Config, NotNegative, Positive
 from servetwin.sim.rules import Rules
 
-Positive = Annotated[int, Field(gt=0)]
 MAX_THREADS = 1024
 """More than any machine has processors for."""
-NotNegative = Annotated[int, Field(ge=0)]
 
 ASSUMED_MAX_MODEL_LEN = 131_072
 ASSUMED_NUM_GPU_BLOCKS = 40_000
 DEFAULT_PROMPT_LOOKUP = 5
 NUM_RESERVED_BLOCKS = 1
 """Block 0 is the null block: never handed out, so a pool of N blocks serves N - 1."""
-
-
-class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelConfig(Config):
@@ -265,6 +261,8 @@ class RunConfig(Config):
     """Everything that makes a run what it is; written to `run.json`."""
 
     engine: EngineConfig
+    """Of every replica."""
+    cluster: ClusterConfig = ClusterConfig()
     executor: str
     """torch | constant | roofline | module:attribute"""
     seed: int = 0

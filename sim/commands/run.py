@@ -6,13 +6,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from servetwin.sim.commands.cluster_flags import ClusterFlags
 from servetwin.sim.commands.config_file import ConfigFile
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.trace_flags import TraceFlags
 
 # Frozen, and cyclopts shows these defaults in --help.
 RUN, LOAD, TRACE = RunFlags(), LoadFlags(), TraceFlags()
-ENGINE, SAMPLING = EngineFlags(), SamplingFlags()
+CLUSTER, ENGINE, SAMPLING = ClusterFlags(), EngineFlags(), SamplingFlags()
 
 
 def run(
@@ -29,6 +30,7 @@ def run(
     flags: RunFlags = RUN,
     load: LoadFlags = LOAD,
     trace: TraceFlags = TRACE,
+    cluster: ClusterFlags = CLUSTER,
     engine: EngineFlags = ENGINE,
     sampling: SamplingFlags = SAMPLING,
 ) -> int:
@@ -41,4 +43,4 @@ def run(
     from servetwin.sim.commands.loading import Load
     from servetwin.sim.commands.running import RunRequest, carry_out
 
-    return carry_out(RunRequest(Load(workload, load, trace), flags, engine, sampling))
+    return carry_out(RunRequest(Load(workload, load, trace), flags, engine, sampling, cluster))

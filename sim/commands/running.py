@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import orjson
 from rich.console import Console
 
+from servetwin.sim.commands.cluster_flags import ClusterFlags, cluster_config
 from servetwin.sim.commands.engine import Engine, build_engine, build_live_engine
 from servetwin.sim.commands.errors import UsageError, policy_errors_told
 from servetwin.sim.commands.flags import EngineFlags, RunFlags, SamplingFlags
@@ -52,6 +53,7 @@ class RunRequest:
     flags: RunFlags
     engine: EngineFlags
     sampling: SamplingFlags
+    cluster: ClusterFlags = field(default_factory=ClusterFlags)
     quiet: bool = False
     """Print nothing on stdout: the caller shows the results."""
 
@@ -81,6 +83,8 @@ class RunRequest:
             )
         definitions(flags.metric_defs)
         self.load.check()
+        if not cluster_config(self.cluster).is_plain:
+            raise UsageError("--replicas and the other flags of a cluster are not built yet")
         self._check_sampling()
         if flags.out is not None:
             check_room(flags.out, flags.overwrite)
