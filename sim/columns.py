@@ -42,6 +42,7 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "session_id": "text",
         "client_id": "text",
         "sent_s": "time",
+        "replica": "count or null",
     },
     "steps": {
         "start_s": "time",
@@ -84,6 +85,7 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "largest_chunk_tokens": "count or null",
         "largest_chunk_context_tokens": "count or null",
         "new_requests": "count or null",
+        "replica": "count or null",
     },
     "events": {
         "time_s": "time",
@@ -93,6 +95,7 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "until_s": "time",
         "computed_tokens": "count",
         "blocks": "count",
+        "replica": "count or null",
     },
     "blocks": {
         "block_id": "count",
@@ -102,17 +105,25 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "to_s": "time",
         "ended": "text",
         "peak_references": "count",
+        "replica": "count or null",
     },
     "itl": {"time_s": "time", "gap_s": "time", "samples": "count"},
-    "tokens": {"request_id": "text", "index": "count", "token_id": "count", "time_s": "time"},
+    "tokens": {
+        "request_id": "text",
+        "index": "count",
+        "token_id": "count",
+        "time_s": "time",
+        "replica": "count or null",
+    },
 }
 """`itl` holds the gaps between the outputs of requests that completed, pooled: `samples` gaps of `gap_s` ended at
-`time_s`."""
+`time_s`. `replica`: the engine that it happened in, 0 in a run with one; null: at the door, before any."""
 
 STORED_GAPS: dict[str, Kind] = {**SCHEMAS["itl"], "from_step": "count or null", "to_step": "count or null"}
+STORED_GAPS |= {"replica": "count or null"}
 """`itl` as its parts have it: only gaps over more than one step stand there with their times, the others follow from
 the steps (`step_rows.regular_gaps`). Negative `samples` take back those of a request that did not complete (aborted, or
-open at the end): one gap, or one for each step from `from_step + 1` to `to_step` (rows of the table of steps)."""
+open at the end): one gap, or one for each step from `from_step + 1` to `to_step` (rows of the replica's steps)."""
 
 SHAPE_COLUMNS = (
     "logits_rows",
@@ -127,8 +138,9 @@ SHAPE_COLUMNS = (
 )
 """What the duration of a step depends on besides its tokens and rows (`contract.StepShape`)."""
 
-LATER_COLUMNS = frozenset(["graph_tokens", "sent_s", "predicted_outside", *SHAPE_COLUMNS])
-"""Columns that runs of this schema version may lack; they read as null then."""
+REPLICA = "replica"
+LATER_COLUMNS = frozenset(["graph_tokens", "sent_s", "predicted_outside", REPLICA, *SHAPE_COLUMNS])
+"""Columns that runs of this schema version may lack; they read as null then (the replica: as 0)."""
 
 ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}
 """Rows are written when they are complete; a reader sorts them by this column, ties in order of writing."""
@@ -148,18 +160,20 @@ class Part(Protocol):
 
 
 class Columns:
-    """The rows of one table that are not written yet.
+    """The rows of one table that are not written yet, all of one replica (None: of the door).
 
     They are packed column by column, a chunk at a time: a log in memory is as small as its numbers are.
     """
 
-    def __init__(self, table: str) -> None:
-        self.schema = PARTS.get(table, SCHEMAS[table])
+    def __init__(self, table: str, replica: int | None = 0) -> None:
+        self._whole_schema = PARTS.get(table, SCHEMAS[table])
+        self.schema = {name: kind for name, kind in self._whole_schema.items() if name != REPLICA}
+        self._replica = replica
         self._rows: list[tuple[int | float | str | None, ...]] = []
         self._chunks: list[list[PackedColumn]] = []
 
     def append(self, *row: int | float | str | None) -> None:
-        """One row, in the order of the schema: times in ns and counts (NEVER: null), texts."""
+        """One row, in the order of the schema without the replica: times in ns and counts (NEVER: null), texts."""
         self._rows.append(row)
         if len(self._rows) == CHUNK_ROWS:
             self._pack()
@@ -184,7 +198,16 @@ class Columns:
         arrays = [
             _arrow_array([chunk[i] for chunk in chunks], kind) for i, kind in enumerate(self.schema.values())
         ]
-        return pa.Table.from_arrays(arrays, schema=arrow_schema(self.schema))
+        if REPLICA in self._whole_schema:
+            arrays.append(replica_array(self._replica, len(self)))
+        return pa.Table.from_arrays(arrays, schema=arrow_schema(self._whole_schema))
+
+
+def replica_array(replica: int | None, length: int) -> pa.Array:
+    """The column that says which replica all rows of a part are from; None: null."""
+    import pyarrow as pa
+
+    return pa.nulls(length, pa.int64()) if replica is None else pa.repeat(pa.scalar(replica), length)
 
 
 CHUNK_ROWS = 1024

@@ -91,16 +91,19 @@ class OpenRequest:
 
 
 class EventLog:
-    """Appends to the tables; `close` must be called at the end, also of a run that failed."""
+    """Appends to the tables; `close` must be called at the end, also of a run that failed.
 
-    def __init__(self, sink: Sink, *, log_blocks: bool = True, save_tokens: bool = False) -> None:
+    `replica`: the engine that it is the log of; None: of the door, where no step is taken.
+    """
+
+    def __init__(
+        self, sink: Sink, *, log_blocks: bool = True, save_tokens: bool = False, replica: int | None = 0
+    ) -> None:
         self._sink = sink
-        self._columns = {t: Columns(t) for t in ("requests", "events", "itl")}
-        self._step_rows = StepRows()
-        if log_blocks:
-            self._columns["blocks"] = Columns("blocks")
-        if save_tokens:
-            self._columns["tokens"] = Columns("tokens")
+        self._replica = replica
+        tables = ["requests", "events", "itl", *["blocks"] * log_blocks, *["tokens"] * save_tokens]
+        self._columns = {t: Columns(t, replica) for t in tables}
+        self._step_rows = StepRows(replica or 0)
         self._open: dict[str, OpenRequest] = {}
         self._waits = WaitTracker(self._wait_ended)
         self._residencies = ResidencyTracker(self._residency_ended)
@@ -281,9 +284,9 @@ class EventLog:
     def flush(self) -> None:
         """Hands every row that is complete to the sink."""
         full: dict[str, Part] = {table: columns for table, columns in self._columns.items() if len(columns)}
-        self._columns |= {table: Columns(table) for table in full}
+        self._columns |= {table: Columns(table, self._replica) for table in full}
         if len(self._step_rows):
-            full["steps"], self._step_rows = self._step_rows, StepRows()
+            full["steps"], self._step_rows = self._step_rows, StepRows(self._replica or 0)
         if full:
             self._sink.write(full)
         self._flush_at_row = self._rows + min(max(self._rows, self._first_flush), self._last_flush)

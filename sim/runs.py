@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from servetwin.sim.columns import LATER_COLUMNS, PARTS, SCHEMAS, Columns, Part, arrow_schema
+from servetwin.sim.columns import (
+    LATER_COLUMNS,
+    PARTS,
+    REPLICA,
+    SCHEMAS,
+    Columns,
+    Part,
+    arrow_schema,
+    replica_array,
+)
 from servetwin.sim.processes import is_alive, this_process
 from servetwin.sim.run_files import (
     JsonLines,
@@ -315,7 +324,9 @@ def _read_part(file: Path, table: str) -> pa.Table:
         # Runs written before such a column was added.
         for name in schema.names:
             if (name in LATER_COLUMNS or name not in SCHEMAS[table]) and name not in part.column_names:
-                part = part.append_column(name, pa.nulls(len(part), schema.field(name).type))
+                unknown = pa.nulls(len(part), schema.field(name).type)
+                one_engine = name == REPLICA
+                part = part.append_column(name, replica_array(0, len(part)) if one_engine else unknown)
         return part.select(schema.names)
     except (pa.ArrowException, OSError, KeyError) as e:
         raise RunFolderError(f"{file}: damaged part: {e}") from e

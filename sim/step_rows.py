@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from servetwin.sim.columns import CHUNK_ROWS, NEVER, SCHEMAS, PackedInts, arrow_schema, int_array
+from servetwin.sim.columns import (
+    CHUNK_ROWS,
+    NEVER,
+    REPLICA,
+    SCHEMAS,
+    PackedInts,
+    arrow_schema,
+    int_array,
+    replica_array,
+)
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -20,8 +29,8 @@ if TYPE_CHECKING:
 
     Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
 
-NOT_STORED = ("source", "predicted_s")
-"""Columns of steps that are no integers."""
+NOT_STORED = ("source", "predicted_s", REPLICA)
+"""Columns of steps that are no integers of their own."""
 INTEGERS = tuple(name for name in SCHEMAS["steps"] if name not in NOT_STORED)
 RUN_INTEGERS = ("repeats", "device_growth_ns", "regular_gaps")
 """`repeats`: steps of this row. `device_growth_ns`: by which device time grows from one to the next, where no list says
@@ -43,9 +52,10 @@ WIDTH = len(INTEGERS) + len(RUN_INTEGERS)
 
 
 class StepRows:
-    """Steps that are not written yet, packed like the rows of other tables (`sim/columns.py`)."""
+    """Steps of one replica that are not written yet, packed like the rows of other tables (`sim/columns.py`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int = 0) -> None:
+        self._replica = replica
         self._rows: list[tuple[int, ...]] = []
         self._chunks: list[list[PackedInts]] = []
         self._sources: list[str] = []
@@ -89,6 +99,7 @@ class StepRows:
             if name in EXACT_TIMES:
                 arrays[EXACT_TIMES[name]] = pa.array(np.concatenate([chunk[i].whole() for chunk in chunks]))
         arrays["source"] = pa.array(self._sources, pa.string())
+        arrays[REPLICA] = replica_array(self._replica, len(self))
         arrays["predicted_s"] = pa.nulls(len(self), pa.float64())
         for name, items in self._lists.items():
             rows, lengths = np.array(self._list_rows[name], dtype=np.int64).reshape(-1, 2).T

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from servetwin.sim.columns import NOT_COMPARED, ORDER, SCHEMAS, STORED_GAPS, arrow_schema
+from servetwin.sim.columns import NEVER, NOT_COMPARED, ORDER, REPLICA, SCHEMAS, STORED_GAPS, arrow_schema
 from servetwin.sim.step_rows import expanded, regular_gaps
 from servetwin.sim.units import NS_PER_S
 
@@ -45,14 +45,17 @@ class Tables(ABC):
 
         if table == "itl":
             return self._gaps()
-        parts = self.parts(table)
+        # Each replica writes when it has enough, so the order among them is nobody's.
+        parts = sorted(self.parts(table), key=replica_of)
+        order = ORDER.get(table)
         if table == "steps":
+            order = "start_s" if len({*map(replica_of, parts)}) > 1 else None
             parts = [expanded(part) for part in parts]
         frame: pd.DataFrame = pa.concat_tables(
             [arrow_schema(SCHEMAS[table]).empty_table(), *parts]
         ).to_pandas()
-        if table in ORDER:
-            frame = frame.sort_values(ORDER[table], kind="stable", ignore_index=True)
+        if order is not None:
+            frame = frame.sort_values(order, kind="stable", ignore_index=True)
         return frame
 
     def iter_parts(self, table: str) -> Iterator[pa.Table]:
@@ -62,18 +65,23 @@ class Tables(ABC):
     def gap_parts(self) -> Iterator[Gaps]:
         """The pool of gaps between outputs of completed requests, part by part.
 
-        First those over one step, which follow from the steps; then those that are stored one by one.
+        First those over one step, which follow from the steps of each replica; then those that are stored one by one.
         """
         import numpy as np
 
         stored = self._stored_gaps()
         taken = stored[stored.from_step.notna()]
-        first, last, samples = (
-            taken[name].to_numpy(dtype=np.int64) for name in ("from_step", "to_step", "samples")
-        )
-        begun, before = 0, 0
+        taken_of = {
+            replica: [rows[name].to_numpy(dtype=np.int64) for name in ("from_step", "to_step", "samples")]
+            for replica, rows in taken.groupby(REPLICA)
+        }
+        nothing = [np.zeros(0, dtype=np.int64)] * 3
+        seen: dict[int, tuple[int, int]] = {}
         for part in self.iter_parts("steps"):
             ends, counts = regular_gaps(part)
+            replica = replica_of(part)
+            first, last, samples = taken_of.get(replica, nothing)
+            begun, before = seen.get(replica, (0, 0))
             change = np.zeros(len(ends) + 1, dtype=np.int64)
             # Taken back in the steps after `first` up to `last`, as far as they are in this part.
             np.add.at(change, np.clip(first + 1 - begun, 0, len(ends)), samples)
@@ -81,8 +89,7 @@ class Tables(ABC):
             counts = counts + np.cumsum(change)[:-1]
             some = counts != 0
             yield Gaps(ends[some], np.diff(ends, prepend=before)[some], counts[some])
-            begun += len(ends)
-            before = int(ends[-1]) if len(ends) else before
+            seen[replica] = begun + len(ends), int(ends[-1]) if len(ends) else before
         odd = stored[stored.from_step.isna()]
         yield Gaps(
             ns_array(odd.time_s).astype(np.int64),
@@ -151,6 +158,12 @@ class Tables(ABC):
     @cached_property
     def tokens(self) -> pd.DataFrame:
         return self.frame("tokens")
+
+
+def replica_of(part: pa.Table) -> int:
+    """Whose rows all of a part are; below 0: the door's."""
+    replica = part[REPLICA][0].as_py() if len(part) else 0
+    return NEVER if replica is None else int(replica)
 
 
 def differences(a: Tables, b: Tables) -> list[str]:

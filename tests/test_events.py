@@ -40,6 +40,7 @@ def test_a_preempted_request_keeps_its_first_times() -> None:
         "session_id": row["session_id"],
         "client_id": row["client_id"],
         "sent_s": 0.0,
+        "replica": 0,
     }
     events = sink.events
     events = events[events.kind != "wait"]
@@ -204,7 +205,7 @@ def residencies(*changes: tuple[int, BlockChange]) -> list[tuple[object, ...]]:
     for second, change in changes:
         log.block_changes([change], second * S)
     log.close(99 * S)
-    frame = sink.blocks.drop(columns="block_id").astype(object)
+    frame = sink.blocks.drop(columns=["block_id", "replica"]).astype(object)
     return list(frame.where(frame.notna(), None).itertuples(index=False, name=None))
 
 

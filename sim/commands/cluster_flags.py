@@ -63,8 +63,8 @@ class ClusterFlags:
         _flag(
             CLUSTER,
             "One replica more while a signal is above --scale-up-at, one less while it is below --scale-down-at. "
-            "queue: requests that wait, per replica. kv: used share of the KV blocks, 0 to 1. rate: requests/s sent to each "
-            "replica.",
+            "queue: requests that wait, per replica. kv: used share of the KV blocks, 0 to 1. rate: requests/s "
+            "sent to each replica.",
         ),
     ] = None
     scale_up_at: Annotated[float | None, _flag(CLUSTER, "Of the signal of --autoscale.")] = None
