@@ -55,8 +55,8 @@ MaxCaptureSize = Annotated[
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class RunFlags:
-    """How a run is carried out and what it leaves behind."""
+class SimulationFlags:
+    """What a simulated run is made of beside its load and its engine; with these it decides every figure."""
 
     executor: Annotated[
         str | None,
@@ -69,28 +69,8 @@ class RunFlags:
             "ExecutorOptions (the current folder is searched, too).",
         ),
     ] = None
-    live: Annotated[
-        bool,
-        _switch(
-            RUN,
-            "Serve on the wall clock instead of in simulated time: requests are sent at their own times to an engine "
-            "in a child process (executor torch). An hour of trace takes an hour.",
-        ),
-    ] = False
     step_time_s: Annotated[
         float | None, _flag(RUN, "Seconds that every step takes; executor constant only, above 0.")
-    ] = None
-    out: Annotated[Path | None, _flag(RUN, "Folder to write the run to (default: nothing is written).")] = (
-        None
-    )
-    overwrite: Annotated[bool, _switch(RUN, "Replace the run in the folder of --out.")] = False
-    save_tokens: Annotated[bool, _switch(RUN, "Write tokens/: every output token with its time.")] = False
-    save_plans: Annotated[
-        bool, _switch(RUN, "Write plans.jsonl.zst: every plan, for `servetwin execute`.")
-    ] = False
-    log_blocks: Annotated[
-        bool | None,
-        _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
     ] = None
     leap: Annotated[
         bool,
@@ -108,7 +88,6 @@ class RunFlags:
             f"{formulas_in_words()}.",
         ),
     ] = "vllm-bench"
-    json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
     reset_prefix_cache_at: Annotated[
         tuple[float, ...],
         _switch(
@@ -118,6 +97,34 @@ class RunFlags:
         ),
     ] = ()
     seed: Annotated[int, _int(RUN, "Root of every random stream: workload, token ids, sampling.")] = 0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RunFlags(SimulationFlags):
+    """How one run is carried out and what it leaves behind."""
+
+    live: Annotated[
+        bool,
+        _switch(
+            RUN,
+            "Serve on the wall clock instead of in simulated time: requests are sent at their own times to an engine "
+            "in a child process (executor torch). An hour of trace takes an hour.",
+        ),
+    ] = False
+    out: Annotated[Path | None, _flag(RUN, "Folder to write the run to (default: nothing is written).")] = (
+        None
+    )
+    overwrite: Annotated[bool, _switch(RUN, "Replace the run in the folder of --out.")] = False
+    save_tokens: Annotated[bool, _switch(RUN, "Write tokens/: every output token with its time.")] = False
+    save_plans: Annotated[
+        bool, _switch(RUN, "Write plans.jsonl.zst: every plan, for `servetwin execute`.")
+    ] = False
+    log_blocks: Annotated[
+        bool | None,
+        _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
+    ] = None
+    json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
 
 
 @Parameter(name="*")
@@ -141,6 +148,14 @@ class LoadFlags:
             "trace scale`.",
         ),
     ] = None
+    rate_scale: Annotated[
+        float,
+        _flag(
+            LOAD,
+            "Send so many times as fast, whatever gave the times: arrivals, think times and times of giving up are "
+            "divided by it.",
+        ),
+    ] = 1.0
     burstiness: Annotated[
         float | None,
         _flag(

@@ -24,10 +24,12 @@ from servetwin.workloads import (
     Tolerance,
     as_workload,
     open_workload,
+    values_of,
 )
-from servetwin.workloads.checks import check_count
+from servetwin.workloads.checks import check_count, check_positive
 from servetwin.workloads.traces.formats import FLAGS, named_format
 from servetwin.workloads.traces.options import Tokenize
+from servetwin.workloads.transform import scaled
 
 DATASETS = {
     "random": ("random_", RandomDataset),
@@ -49,7 +51,8 @@ class Load:
     def check(self) -> None:
         """Raises UsageError for what can be seen before anything is opened."""
         flags = self.flags
-        with flags_named(max_concurrency="--max-concurrency"):
+        with flags_named(max_concurrency="--max-concurrency", rate_scale="--rate-scale"):
+            check_positive("rate_scale", flags.rate_scale)
             if flags.max_concurrency is not None:
                 check_count("max_concurrency", flags.max_concurrency)
         if (flags.dataset_name is None) == (self.workload is None):
@@ -86,6 +89,20 @@ class Load:
 
     def open(self, seed: int) -> ListWorkload | ClosedLoop:
         """The workload. Raises UsageError, WorkloadError for what cannot be used."""
+        opened, factor = self._as_given(seed), self.flags.rate_scale
+        if factor == 1:
+            return opened
+        if len({*values_of(opened.requests, "arrival_s")}) < 2:
+            raise UsageError(f"--rate-scale {factor:g} has no effect: all requests arrive at one time")
+        with flags_named(speed_up="--rate-scale"):
+            requests = scaled(opened.requests, speed_up=factor)
+        about = opened.about | {"rate_scale": factor}
+        return (
+            ListWorkload(requests, about) if isinstance(opened, ListWorkload) else ClosedLoop(requests, about)
+        )
+
+    def _as_given(self, seed: int) -> ListWorkload | ClosedLoop:
+        """At the times that the workload has."""
         flags = self.flags
         with flags_named(**self._flags()):
             process = self._process()

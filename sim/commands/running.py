@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -27,9 +27,10 @@ from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
 from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.leaping_process import OnProgress
 from servetwin.sim.metrics import summarize
 from servetwin.sim.policy import load_policy
-from servetwin.sim.records import EngineCoreOutputs, Frame
+from servetwin.sim.records import EngineCoreOutputs, Frame, StepObserver
 from servetwin.sim.runs import RunWriter, check_room, read_run
 from servetwin.sim.simulation import sampling_of, simulate, why_stepped
 from servetwin.sim.steptime.modelled import ModelledStepTimer
@@ -260,7 +261,7 @@ def show(summary: dict[str, Any], *, live: bool = False) -> None:
 
 
 def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Engine) -> dict[str, Any]:
-    flags, config = request.flags, _run_config(request, engine)
+    flags, config = request.flags, run_config(request, engine)
     log_blocks = len(workload) < LOG_BLOCKS_BELOW_REQUESTS if flags.log_blocks is None else flags.log_blocks
     recorder = _Recorder(request, config, workload, engine)
     progress = RunProgress(len(workload), "of wall clock" if flags.live else "simulated")
@@ -294,26 +295,52 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
                 recorder.sent(served.send_delays_ns)
                 end_ns = served.end_ns
             else:
-                assert engine.timer is not None, "an engine simulates or serves"
-                end_ns = simulate(
+                end_ns = simulate_request(
+                    request,
                     config,
                     workload,
-                    engine.timer,
+                    engine,
                     log,
-                    tokens=engine.tokens,
-                    plan_tokens=engine.runs_a_model or flags.save_plans,
                     log_blocks=log_blocks,
-                    host=engine.host,
                     on_request=recorder.request,
                     on_step=on_step if flags.save_plans else None,
                     on_progress=on_progress,
-                    leaps=flags.leap,
-                    vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
-                    cache_resets_ns=map(seconds_to_ns, flags.reset_prefix_cache_at),
-                    max_concurrency=config.max_concurrency,
                 )
         progress.done(end_ns)
     return recorder.summary
+
+
+def simulate_request(
+    request: RunRequest,
+    config: RunConfig,
+    workload: ListWorkload | ClosedLoop,
+    engine: Engine,
+    log: EventLog,
+    *,
+    log_blocks: bool,
+    on_request: Callable[[RequestSpec], None] | None = None,
+    on_step: StepObserver | None = None,
+    on_progress: OnProgress | None = None,
+) -> int:
+    """Serves the workload in simulated time, as the flags say; returns the end in simulated ns."""
+    assert engine.timer is not None, "an engine simulates or serves"
+    return simulate(
+        config,
+        workload,
+        engine.timer,
+        log,
+        tokens=engine.tokens,
+        plan_tokens=engine.runs_a_model or request.flags.save_plans,
+        log_blocks=log_blocks,
+        host=engine.host,
+        on_request=on_request,
+        on_step=on_step,
+        on_progress=on_progress,
+        leaps=request.flags.leap,
+        vocab_size=engine.config.model.vocab_size if engine.runs_a_model else None,
+        cache_resets_ns=map(seconds_to_ns, request.flags.reset_prefix_cache_at),
+        max_concurrency=config.max_concurrency,
+    )
 
 
 def run_header(config: RunConfig, workload: ListWorkload | ClosedLoop, engine: Engine) -> dict[str, Any]:
@@ -333,7 +360,8 @@ def run_header(config: RunConfig, workload: ListWorkload | ClosedLoop, engine: E
     }
 
 
-def _run_config(request: RunRequest, engine: Engine) -> RunConfig:
+def run_config(request: RunRequest, engine: Engine) -> RunConfig:
+    """Everything that makes the run what it is."""
     flags, load, sampling = request.flags, request.load.flags, request.sampling
     return RunConfig(
         engine=engine.config,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,9 +34,26 @@ HELD_BACK = (
 RATES = (("output_throughput", "output throughput"), ("duration", "duration"))
 
 
+_LISTENER: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+
+
 def say(message: str) -> None:
-    """One line on stderr."""
-    print(message, file=sys.stderr)  # noqa: T201 - stderr is for people
+    """One line on stderr, or to whoever `listening` is."""
+    listener = _LISTENER.get()
+    if listener is not None:
+        listener(message)
+    else:
+        print(message, file=sys.stderr)  # noqa: T201 - stderr is for people
+
+
+@contextmanager
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
+    """What is said inside goes to `listener`: one run of many is not to talk of itself."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
 
 
 def command_name() -> str:
