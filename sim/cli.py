@@ -29,8 +29,17 @@ COMMANDS = {
     "validate": "Simulate a measured run again, and tell how far apart the two are.",
     "kv": "How many requests fit: weights, KV cache and concurrency of a model on a card.",
     "trace": "Look at traces of requests; convert, scale, cut, merge, resample, fit and imitate them.",
+    "compare": "What differs between two runs, request by request, and how sure that is.",
     "dash": "Look at runs in the browser.",
 }
+
+DETAILS = {
+    "compare": "Latencies are those of requests that completed in both runs, paired by request_id; what cannot be "
+    "paired is counted. Intervals are those of a bootstrap over blocks of consecutive requests: neighbours share a "
+    "queue, so that single ones would make them too narrow. Figures of a run as a whole, and pooled gaps (itl), have "
+    "no interval. Exit code 4: a limit of --fail-on is exceeded; whether the whole interval lies beyond it is said.",
+}
+"""What the help of a command says below its line."""
 
 
 def make_app() -> App:
@@ -42,7 +51,9 @@ def make_app() -> App:
         help_formatter=help_formatter(),
     )
     for name, text in COMMANDS.items():
-        app.command(f"servetwin.sim.commands.{name}:{name}", name=name, help=text)
+        function = name.replace("-", "_")
+        help_text = "\n\n".join([text, *([DETAILS[name]] if name in DETAILS else [])])
+        app.command(f"servetwin.sim.commands.{function}:{function}", name=name, help=help_text)
     return app
 
 

@@ -1,0 +1,246 @@
+"""Two runs compared: what differs in every figure, how sure that is, and what differs in their configuration.
+
+Latencies are those of the requests that completed in both runs, paired by id: their differences are resampled in blocks
+of consecutive requests (`planning/bootstrap.py`). Figures of a run as a whole are single values: they differ or not,
+and have no interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from servetwin.sim.definitions import ENGINE_INTERVALS, Metric, RequestMetric, definitions
+from servetwin.sim.metric_names import MetricName, default_names
+from servetwin.sim.metrics import Distribution, distribution, summarize, timestamps
+from servetwin.sim.pairing import Pairs, pair
+from servetwin.sim.planning.bootstrap import RESAMPLES, BlockBootstrap, Floats, Interval, interval
+from servetwin.sim.tables import Tables
+
+if TYPE_CHECKING:
+    from servetwin.sim.runs import Run
+
+NS_PER_MS = 1e6
+NOT_COMPARED = ("versions", "host", "process", "step_time_source", "assumed")
+"""Of a run's header: where it was made; `config` says the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One figure of two runs; `delta` = b - a, percents are of a. None: there is no sample, or no interval."""
+
+    name: MetricName
+    a: float | None
+    b: float | None
+    interval: Interval | None = None
+    """Of delta, in the unit of the figure."""
+    interval_percent: Interval | None = None
+    """Of delta / a, in percent."""
+    pairs: int | None = None
+    """Requests that it is computed from; None for a figure of the run as a whole, and for pooled gaps."""
+
+    @property
+    def delta(self) -> float | None:
+        return None if self.a is None or self.b is None else self.b - self.a
+
+    @property
+    def delta_percent(self) -> float | None:
+        return None if self.delta is None or not self.a else 100 * self.delta / abs(self.a)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "unit": self.name.unit,
+            "a": self.a,
+            "b": self.b,
+            "delta": self.delta,
+            "delta_percent": self.delta_percent,
+            "interval": None if self.interval is None else list(self.interval),
+            "interval_percent": None if self.interval_percent is None else list(self.interval_percent),
+            "pairs": self.pairs,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of run B against run A."""
+
+    pairs: Pairs
+    differences: Mapping[str, Difference]
+    """By name of the figure."""
+    formulas: Mapping[str, str]
+    level: float
+    bootstrap: BlockBootstrap
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "pairs": self.pairs.to_json(),
+            "interval": {
+                "method": "paired bootstrap of blocks of consecutive requests, percentile interval",
+                "level": self.level,
+                "resamples": self.bootstrap.resamples,
+                "block_requests": self.bootstrap.block_length,
+                "seed": self.bootstrap.seed,
+            },
+            "formulas": dict(self.formulas),
+            "metrics": {name: difference.to_json() for name, difference in self.differences.items()},
+        }
+
+
+def compare_runs(
+    a: Tables,
+    b: Tables,
+    names: Iterable[MetricName] = (),
+    *,
+    metric_defs: str = "vllm-bench",
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Comparison:
+    """The default figures and those of `names`. Raises ValueError where no request completed in both."""
+    pairs = pair(a.requests, b.requests)
+    if not len(pairs):
+        raise ValueError(_nothing_paired(pairs))
+    chosen = definitions(metric_defs)
+    wanted = list(dict.fromkeys([*default_names(), *names]))
+    metrics = {**chosen.metrics(), **ENGINE_INTERVALS}
+    metrics["e2el"] = metrics.pop("e2e")
+    bootstrap = BlockBootstrap(len(pairs), resamples=resamples, seed=seed)
+    differences = {
+        **_latencies(a, b, pairs, metrics, wanted, bootstrap, level),
+        **_run_figures(summarize(a, metric_defs), summarize(b, metric_defs), wanted),
+    }
+    ordered = {str(name): differences[str(name)] for name in wanted}
+    held_back = any((frame.sent_s > frame.arrival_s).any() for frame in (pairs.a, pairs.b))
+    formulas = {name: metric.words(held_back=held_back) for name, metric in metrics.items()}
+    return Comparison(pairs, ordered, formulas, level, bootstrap, list(_notes(pairs)))
+
+
+def _nothing_paired(pairs: Pairs) -> str:
+    if pairs.not_completed:
+        reasons = "; ".join(f"{words}: {count}" for words, count in pairs.not_completed.items())
+        return f"no request completed in both runs ({reasons})"
+    return (
+        f"no request of A ({pairs.only_in_a:,}) is in B ({pairs.only_in_b:,}) by its request_id: the runs served "
+        "different workloads"
+    )
+
+
+def _latencies(
+    a: Tables,
+    b: Tables,
+    pairs: Pairs,
+    metrics: Mapping[str, Metric],
+    wanted: Iterable[MetricName],
+    bootstrap: BlockBootstrap,
+    level: float,
+) -> dict[str, Difference]:
+    times_a, times_b = timestamps(pairs.a), timestamps(pairs.b)
+    samples: dict[str, tuple[Floats, Floats]] = {}
+    found = {}
+    for name in wanted:
+        if name.statistic is None:
+            continue
+        metric = metrics[name.quantity]
+        if not isinstance(metric, RequestMetric):
+            pooled = (distribution(metric, timestamps(log.requests), log) for log in (a, b))
+            found[str(name)] = Difference(name, *(_of_pool(d, name) for d in pooled))
+            continue
+        if name.quantity not in samples:
+            samples[name.quantity] = _both_known(metric.of(times_a), metric.of(times_b))
+        found[str(name)] = _paired(name, *samples[name.quantity], bootstrap, level)
+    return found
+
+
+def _both_known(a: Floats, b: Floats) -> tuple[Floats, Floats]:
+    """In ms; a pair of which one side has no value is left out on both."""
+    unknown = np.isnan(a) | np.isnan(b)
+    return np.where(unknown, np.nan, a / NS_PER_MS), np.where(unknown, np.nan, b / NS_PER_MS)
+
+
+def _paired(name: MetricName, a: Floats, b: Floats, bootstrap: BlockBootstrap, level: float) -> Difference:
+    known = ~np.isnan(a)
+    count = int(known.sum())
+    if not count:
+        return Difference(name, None, None, pairs=0)
+    values = [_statistic(name, side[known]) for side in (a, b)]
+    if bootstrap.num_blocks < 2 or name.statistic == "max":
+        return Difference(name, *values, pairs=count)
+    first, second = (_resampled(name, side, bootstrap) for side in (a, b))
+    delta = second - first
+    with np.errstate(invalid="ignore", divide="ignore"):
+        percent = 100 * delta / np.abs(first)
+    return Difference(name, *values, interval(delta, level), interval(percent, level), count)
+
+
+def _statistic(name: MetricName, values: Floats) -> float:
+    if name.percentile is not None:
+        return float(np.percentile(values, name.percentile))
+    return float({"mean": np.mean, "std": np.std, "max": np.max}[name.statistic or ""](values))
+
+
+def _resampled(name: MetricName, values: Floats, bootstrap: BlockBootstrap) -> Floats:
+    if name.percentile is not None:
+        return bootstrap.percentiles(values, name.percentile)
+    return bootstrap.means(values) if name.statistic == "mean" else bootstrap.stds(values)
+
+
+def _of_pool(pool: Distribution, name: MetricName) -> float | None:
+    if name.percentile is not None:
+        value = pool.percentile(name.percentile)
+    else:
+        value = {"mean": pool.mean, "std": pool.std, "max": pool.max}[name.statistic or ""]
+    return None if value is None else value / NS_PER_MS
+
+
+def _run_figures(
+    a: Mapping[str, Any], b: Mapping[str, Any], wanted: Iterable[MetricName]
+) -> dict[str, Difference]:
+    def figure(summary: Mapping[str, Any], name: str) -> float | None:
+        value = summary[name] if name in summary else summary["servetwin"][name]
+        return None if value is None else float(value)
+
+    return {
+        str(name): Difference(name, figure(a, name.quantity), figure(b, name.quantity))
+        for name in wanted
+        if name.statistic is None
+    }
+
+
+def _notes(pairs: Pairs) -> Iterator[str]:
+    """What must be known before the figures are believed."""
+    if pairs.only_in_a or pairs.only_in_b:
+        yield f"{pairs.only_in_a:,} requests are in A only, {pairs.only_in_b:,} in B only: they are in no pair"
+    for words, count in pairs.not_completed.items():
+        yield f"{count:,} requests did not complete in both runs ({words}): they are in no pair"
+    if pairs.different_lengths:
+        yield f"{pairs.different_lengths:,} pairs have different numbers of prompt or output tokens"
+    if pairs.different_arrivals:
+        yield f"{pairs.different_arrivals:,} pairs arrived at different times"
+
+
+def configuration_differences(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
+    """Field (with dots) -> its values in both runs (None: not said), for what was run and what it was run on."""
+    first, second = (dict(_fields(_described(run))) for run in (a, b))
+    names = list(dict.fromkeys([*first, *second]))
+    return {
+        name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)
+    }
+
+
+def _described(run: Run) -> dict[str, Any]:
+    described = {name: run.header.get(name) or {} for name in ("workload", "executor")}
+    config = {name: value for name, value in run.config.items() if name not in NOT_COMPARED}
+    # The name of the executor stands in the configuration, what it is like in the header.
+    return config | {"workload": described["workload"], "executor_details": described["executor"]}
+
+
+def _fields(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _fields(item, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", item
