@@ -120,10 +120,11 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
 `time_s`. `replica`: the engine that it happened in, 0 in a run with one; null: at the door, before any."""
 
 STORED_GAPS: dict[str, Kind] = {**SCHEMAS["itl"], "from_step": "count or null", "to_step": "count or null"}
-STORED_GAPS |= {"replica": "count or null"}
+STORED_GAPS |= {"request_id": "text", "replica": "count or null"}
 """`itl` as its parts have it: only gaps over more than one step stand there with their times, the others follow from
 the steps (`step_rows.regular_gaps`). Negative `samples` take back those of a request that did not complete (aborted, or
-open at the end): one gap, or one for each step from `from_step + 1` to `to_step` (rows of the replica's steps)."""
+open at the end): one gap, or one for each step from `from_step + 1` to `to_step` (rows of the replica's steps).
+`request_id`: whose they are (null in older runs)."""
 
 SHAPE_COLUMNS = (
     "logits_rows",

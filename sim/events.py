@@ -429,7 +429,7 @@ class EventLog:
         request.odd_gaps.append(gap)
         request.earlier.append((request.since_step, request.last_step))
         self._rows += 1
-        self._columns["itl"].append(*gap, 1, NEVER, NEVER)
+        self._columns["itl"].append(*gap, 1, NEVER, NEVER, request.spec.request_id)
         request.since_step = self._steps
 
     def _save_tokens(self, outputs: EngineCoreOutputs, end_ns: int) -> None:
@@ -493,13 +493,14 @@ class EventLog:
     def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:
         """Latencies are those of completed requests: the pool must not keep the gaps of others."""
         for request in requests:
+            request_id = request.spec.request_id
             for from_step, to_step in (*(request.earlier or ()), (request.since_step, request.last_step)):
                 if to_step > from_step:
                     self._rows += 1
-                    self._columns["itl"].append(NEVER, NEVER, -1, from_step, to_step)
+                    self._columns["itl"].append(NEVER, NEVER, -1, from_step, to_step, request_id)
             for end_ns, gap_ns in request.odd_gaps or ():
                 self._rows += 1
-                self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER)
+                self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER, request_id)
 
     def _flush_if_due(self) -> None:
         if self._rows >= self._flush_at_row:
