@@ -31,6 +31,7 @@ COMMANDS = {
     "trace": "Look at traces of requests; convert, scale, cut, merge, resample, fit and imitate them.",
     "compare": "What differs between two runs, request by request, and how sure that is.",
     "dash": "Look at runs in the browser.",
+    "report": "Write a run as one HTML file: charts, figures, configuration, caveats, formulas.",
 }
 
 DETAILS = {
