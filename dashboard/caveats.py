@@ -37,13 +37,17 @@ def _step_times(run: Run, ours: dict[str, Any]) -> list[str]:
     source = str(run.header.get("step_time_source", run.config.get("executor", "unknown")))
     found = []
     if "execute" in run.config:
-        found.append("Recorded plans were executed here without a scheduler: there are steps, but no requests.")
+        found.append(
+            "Recorded plans were executed here without a scheduler: there are steps, but no requests."
+        )
     elif run.config.get("live"):
         found.append("Served on the wall clock by the real executor: times are measured on this machine.")
     elif source == "torch":
         found.append("Steps were run for real and measured on this machine; idle time was skipped.")
     elif source == "constant":
-        found.append("Every step took the same time, which was chosen: latencies show the scheduling, not a machine.")
+        found.append(
+            "Every step took the same time, which was chosen: latencies show the scheduling, not a machine."
+        )
     elif source == "roofline":
         found.append("Step times are an estimate from published peaks, not a measurement.")
     else:

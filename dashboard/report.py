@@ -1,7 +1,7 @@
 """`servetwin report`: one run as one HTML file that opens from disk and asks no network for anything.
 
-Charts, key figures, configuration, caveats and formulas of the dashboard, for a mail, a CI artifact, a printer. The same
-run gives the same bytes.
+Charts, key figures, configuration, caveats and formulas of the dashboard, for a mail, a CI artifact, a printer.
+The same run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,26 @@ from servetwin.sim.definitions import DEFINITIONS
 from servetwin.sim.metrics import summarize
 from servetwin.sim.runs import Run, read_run
 
-LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E", "ntpot": "NTPOT", "queue": "queue time"}
+LATENCIES = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2E",
+    "ntpot": "NTPOT",
+    "queue": "queue time",
+}
 LATENCIES |= {"prefill": "prefill time", "decode": "decode time"}
 STATISTICS = ("count", "mean", "std", "p50", "p90", "p95", "p99", "max")
-HEADER_PARTS = ("config", "workload", "executor", "versions", "host", "seed", "workload_fingerprint", "schema_version")
+HEADER_PARTS = (
+    "config",
+    "workload",
+    "executor",
+    "versions",
+    "host",
+    "seed",
+    "workload_fingerprint",
+    "schema_version",
+)
 
 
 def report(path: str | Path, metric_defs: str | None = None) -> str:
@@ -37,7 +53,9 @@ def report(path: str | Path, metric_defs: str | None = None) -> str:
         summary["servetwin"] |= {"notes": notes} if notes else {}
     charts = report_charts(run, summary)
     name = run.path.resolve().name
-    return html.document(f"servetwin report: {name}", _sections(run, summary, charts), _head(name, run, summary), charts)
+    return html.document(
+        f"servetwin report: {name}", _sections(run, summary, charts), _head(name, run, summary), charts
+    )
 
 
 def _head(name: str, run: Run, summary: dict[str, Any]) -> str:
@@ -90,7 +108,10 @@ def _latencies(ours: dict[str, Any]) -> str:
         for key, title in LATENCIES.items()
         if f"{key}_ms" in ours["latency"]
     ]
-    note = f"In ms, by the definitions of {ours['metric_defs']}; percentiles {ours['percentile_method']}, std of the population."
+    note = (
+        f"In ms, by the definitions of {ours['metric_defs']}; percentiles {ours['percentile_method']}, "
+        "std of the population."
+    )
     return html.table(("metric", *STATISTICS), rows, numbers=True) + html.paragraph(note, "faint")
 
 

@@ -21,28 +21,36 @@ TEMPLATE = {"layout": {"xaxis": AXIS, "yaxis": AXIS}}
 """In the place of Plotly's own, whose light grounds a dark page would keep; colours are those of the page."""
 
 
-def document(title: str, sections: Iterable[tuple[str, str]], head: str, charts: Sequence[ReportChart]) -> str:
+def document(
+    title: str, sections: Iterable[tuple[str, str]], head: str, charts: Sequence[ReportChart]
+) -> str:
     """The whole page. `sections`: heading and HTML, in order; `head`: HTML above them."""
     sections = list(sections)
     links = "".join(f'<a href="#{_anchor(name)}">{escape(name)}</a>' for name, _ in sections)
-    body = "".join(f'<section><h2 id="{_anchor(name)}">{escape(name)}</h2>{html}</section>' for name, html in sections)
+    body = "".join(
+        f'<section><h2 id="{_anchor(name)}">{escape(name)}</h2>{html}</section>' for name, html in sections
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n<style>\n{_asset("report.css")}</style></head>\n'
+        f'<link rel="icon" href="data:,">\n<title>{escape(title)}</title>\n'
+        f"<style>\n{_asset('report.css')}</style></head>\n"
         f"<body>\n{head}\n<nav>{links}</nav>\n{body}\n{_scripts(charts)}</body></html>\n"
     )
 
 
 def chart_figures(charts: Iterable[ReportChart]) -> str:
     """A place for every chart, in the order in which `document` packs their data."""
-    return "".join(
-        f"<figure><h3>{escape(chart.title)}</h3><figcaption>{escape(chart.caption)}</figcaption>"
-        f'<div class="chart" role="img" aria-label="{escape(chart.title)}: {escape(chart.caption)}"'
-        f'{" data-axis=time" if chart.over_time else ""}></div></figure>'
-        for chart in charts
-    ) + "<noscript><p>The charts need JavaScript; all figures of this page stand in its tables.</p></noscript>"
+    return (
+        "".join(
+            f"<figure><h3>{escape(chart.title)}</h3><figcaption>{escape(chart.caption)}</figcaption>"
+            f'<div class="chart" role="img" aria-label="{escape(chart.title)}: {escape(chart.caption)}"'
+            f"{' data-axis=time' if chart.over_time else ''}></div></figure>"
+            for chart in charts
+        )
+        + "<noscript><p>The charts need JavaScript; all figures of this page stand in its tables.</p></noscript>"
+    )
 
 
 def key_figures(figures: Mapping[str, str]) -> str:
@@ -56,7 +64,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool
     kind = ' class="number"' if numbers else ""
     head = "".join(f"<th{kind if i else ''}>{escape(name)}</th>" for i, name in enumerate(header))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind if i else ''}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td{kind if i else ''}>{escape(cell)}</td>" for i, cell in enumerate(row))
+        + "</tr>"
         for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

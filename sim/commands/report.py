@@ -11,7 +11,9 @@ BUILD = "servetwin.dashboard.report:report"
 
 
 def report(
-    run: Annotated[Path, Parameter(name="RUN", help="Run folder, as written by run --out; it may be still growing.")],
+    run: Annotated[
+        Path, Parameter(name="RUN", help="Run folder, as written by run --out; it may be still growing.")
+    ],
     /,
     *,
     out: Annotated[Path, Parameter(name=("--out", "-o"), help="HTML file to write.")],
@@ -19,8 +21,8 @@ def report(
     metric_defs: Annotated[
         str | None,
         Parameter(
-            help="Whose definitions of the latencies: vllm-bench, vllm-server, guidellm or inference-perf (default: those "
-            "of the run's own summary). The formulas stand in the report."
+            help="Whose definitions of the latencies: vllm-bench, vllm-server, guidellm or inference-perf "
+            "(default: those of the run's own summary). The formulas stand in the report."
         ),
     ] = None,
     json: Annotated[
