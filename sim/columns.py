@@ -175,6 +175,10 @@ class Columns:
 
     def append(self, *row: int | float | str | None) -> None:
         """One row, in the order of the schema without the replica: times in ns and counts (NEVER: null), texts."""
+        self.add(row)
+
+    def add(self, row: tuple[int | float | str | None, ...]) -> None:
+        """The same."""
         self._rows.append(row)
         if len(self._rows) == CHUNK_ROWS:
             self._pack()
@@ -213,6 +217,8 @@ def replica_array(replica: int | None, length: int) -> pa.Array:
 
 CHUNK_ROWS = 1024
 INTEGER_KINDS = ("time", "count", "count or null")
+_SMALLER_KINDS = tuple((f"int{bits}", -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32))
+"""Of whole numbers: name, least and greatest."""
 _NULLS = (None,) * CHUNK_ROWS
 """Stands for every chunk of nothing else."""
 PackedColumn = Union["PackedInts", Sequence[float | str | None]]
@@ -228,15 +234,27 @@ class PackedInts(NamedTuple):
     @classmethod
     def of(cls, values: Int64s) -> PackedInts:
         """From [n] numbers."""
-        import numpy as np
-
         if not len(values):
             return cls(values, 0)
-        low, high = int(values.min()), int(values.max())
+        return cls._between(values, int(values.min()), int(values.max()))
+
+    @classmethod
+    def of_each(cls, columns: Int64s) -> list[PackedInts]:
+        """From [columns, n] numbers, all at once."""
+        if not columns.shape[1]:
+            return [cls(column, 0) for column in columns]
+        bounds = zip(columns.min(axis=1).tolist(), columns.max(axis=1).tolist(), strict=True)
+        return [
+            cls._between(column, low, high) for column, (low, high) in zip(columns, bounds, strict=True)
+        ]
+
+    @classmethod
+    def _between(cls, values: Int64s, low: int, high: int) -> PackedInts:
+        """From numbers whose least and greatest are these."""
         if low == high:
             return cls(values[:1].copy(), len(values))
-        for kind in (np.int8, np.int16, np.int32):
-            if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
+        for kind, least, most in _SMALLER_KINDS:
+            if least <= low and high <= most:
                 return cls(values.astype(kind), len(values))
         return cls(values.copy(), len(values))
 

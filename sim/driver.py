@@ -80,7 +80,8 @@ class Driver(ABC, Generic[F]):
     def run(self) -> Generator[simpy.Event, Any, None]:
         """Serves the workload to its end."""
         while True:
-            self._take_in()
+            yield from self._short_way()
+            self._take_in(self.now)
             if self._aborts:
                 self._abort_due()
             if self._cache_resets:
@@ -109,6 +110,10 @@ class Driver(ABC, Generic[F]):
             yield from self._complete()
 
     # ------------------------------------------------------------ a step
+
+    def _short_way(self) -> Iterable[simpy.Event]:
+        """Takes steps in another way than the following, as far as it goes."""
+        return ()
 
     def _leap(self) -> simpy.Event | None:
         """Begins many steps at once, where that is possible; the event is their end."""
@@ -159,9 +164,9 @@ class Driver(ABC, Generic[F]):
 
     # ------------------------------------------------------------ requests in and out
 
-    def _take_in(self) -> None:
+    def _take_in(self, now: int) -> None:
         """Takes in every request that has arrived by now."""
-        arrivals, now = self._arrivals, self.now
+        arrivals = self._arrivals
         while arrivals.due_ns is not None and arrivals.due_ns <= now:
             spec, sent_ns = arrivals.pop()
             if self._on_request is not None:
@@ -224,7 +229,7 @@ class Driver(ABC, Generic[F]):
         self.core.abort_requests([request_id])
         self._guard.progress()
         self.log.aborted(request_id, self.now, request.num_computed_tokens, blocks)
-        self._ended(request_id)
+        self._ended(request_id, self.now)
 
     def _reset_due(self) -> None:
         """Prefix-cache resets whose time has come, at the step boundary; each says whether it could be done."""
@@ -233,10 +238,10 @@ class Driver(ABC, Generic[F]):
             self.log.cache_reset(self.now, done=self.core.reset_prefix_cache())
             self._log_blocks()
 
-    def _ended(self, request_id: str) -> None:
+    def _ended(self, request_id: str, now: int) -> None:
         spec, request = self._in_flight.pop(request_id)
         self._tokens.ended(spec, request.output_token_ids)
-        self._arrivals.finished(request_id, self.now)
+        self._arrivals.finished(request_id, now)
 
     def _log_blocks(self) -> None:
         if not self._logs_blocks:

@@ -96,7 +96,7 @@ class EngineProcess(Driver[Frame]):
         self.log.stepped(frame, result, times, self.now, outputs)
         self._log_blocks()
         for request_id in outputs.finished:
-            self._ended(request_id)
+            self._ended(request_id, self.now)
         self._guard.step(frame, outputs, self.core.scheduler.requests.values())
         if self._on_step is not None:
             self._on_step(frame, result, outputs)

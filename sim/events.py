@@ -15,6 +15,7 @@ from servetwin.sim.columns import NEVER, SHAPE_COLUMNS, Columns, Part
 from servetwin.sim.contract import StepResult, StepShape
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost, Woken
 from servetwin.sim.records import AnyFrame, BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
+from servetwin.sim.request import Request
 from servetwin.sim.residency import Residency, ResidencyTracker
 from servetwin.sim.step_rows import LISTS, StepRows
 from servetwin.sim.steptime.features import shape_of
@@ -69,6 +70,7 @@ class OpenRequest:
     """A request that the engine has seen and that has not ended."""
 
     spec: RequestSpec
+    arrival_ns: int
     sent_ns: int = NEVER
     queued_ns: int = NEVER
     first_scheduled_ns: int = NEVER
@@ -127,17 +129,21 @@ class EventLog:
 
         `sent_ns`: when the client sent it, if it held it back after its arrival.
         """
-        self._open[spec.request_id] = OpenRequest(spec, _sent_ns(spec, sent_ns), queued_ns=queued_ns)
-        self._event(seconds_to_ns(spec.arrival_s), spec.request_id, "arrived")
+        arrival_ns = seconds_to_ns(spec.arrival_s)
+        sent_ns = arrival_ns if sent_ns is None else sent_ns
+        self._open[spec.request_id] = OpenRequest(spec, arrival_ns, sent_ns, queued_ns)
+        self._event(arrival_ns, spec.request_id, "arrived")
         self._waits.queued(spec.request_id, queued_ns)
 
     def refused(self, spec: RequestSpec, now_ns: int, reason: str, *, sent_ns: int | None = None) -> None:
         """A request that can never run is turned away instead of queued; `sent_ns` as for `arrived`."""
-        self._open[spec.request_id] = OpenRequest(spec, _sent_ns(spec, sent_ns))
-        self._event(seconds_to_ns(spec.arrival_s), spec.request_id, "arrived")
+        arrival_ns = seconds_to_ns(spec.arrival_s)
+        sent_ns = arrival_ns if sent_ns is None else sent_ns
+        self._open[spec.request_id] = OpenRequest(spec, arrival_ns, sent_ns)
+        self._event(arrival_ns, spec.request_id, "arrived")
         self._event(now_ns, spec.request_id, "refused", reason)
         self._ended(spec.request_id, "refused", now_ns)
-        self._flush_if_due()
+        self.flush_if_due()
 
     def scheduled(self, frame: Frame) -> None:
         """A schedule call has been made: its preemptions, admissions and waits, dated `frame.start_ns`."""
@@ -183,7 +189,7 @@ class EventLog:
             self._save_tokens(outputs, end_ns)
         if outputs.finished:
             self._note_finished(outputs, end_ns)
-        self._flush_if_due()
+        self.flush_if_due()
 
     def stepped_lightly(
         self,
@@ -199,7 +205,7 @@ class EventLog:
         shape = frame.shape
         self._step_row(frame.record, shape, shape.rows, cost, source, frame.start_ns, times, end_ns, regular)
         self._note_ended(outputs, end_ns)
-        self._flush_if_due()
+        self.flush_if_due()
 
     def leapt(
         self,
@@ -252,7 +258,71 @@ class EventLog:
         self._rows += 1
         self._last_end_ns = end_ns
         self._note_ended(outputs, end_ns)
-        self._flush_if_due()
+        self.flush_if_due()
+
+    def decoded(
+        self,
+        source: str,
+        figures: tuple[int, ...],
+        num_steps: int,
+        begun_at: Sequence[int],
+        evictions_at: Sequence[int],
+        each_device_ns: Sequence[int],
+        end_ns: int,
+    ) -> None:
+        """Steps of sleeping rows alone, where the host takes no time: `figures` are `step_rows.DECODES`."""
+        rows = self._step_rows
+        if begun_at:
+            rows.append_list("blocks_begun_at", begun_at)
+            if evictions_at:
+                rows.append_list("evictions_at", evictions_at)
+        if each_device_ns:
+            rows.append_list("each_device_ns", each_device_ns)
+        rows.append(source, figures)
+        self._steps += num_steps
+        self._rows += 1
+        self._last_end_ns = end_ns
+
+    def came_in(self, request_id: str, now_ns: int, hit_tokens: int, blocks: int) -> None:
+        """A request is admitted for the first time, in a step whose end `first_tokens` tells."""
+        request = self._open[request_id]
+        request.blocks, request.cached_tokens = blocks, hit_tokens
+        request.first_scheduled_ns = now_ns
+        self._rows += 1
+        self._columns["events"].add((now_ns, request_id, "scheduled", None, NEVER, hit_tokens, blocks))
+
+    def first_tokens(
+        self, request_ids: Sequence[str], source: str, figures: tuple[int, ...], start_ns: int, end_ns: int
+    ) -> None:
+        """The step from `start_ns` to `end_ns` in which they came in, whole; `figures` as for `StepRows.append`."""
+        step = self._steps
+        for request_id in request_ids:
+            self._waits.left(request_id, start_ns)
+            request = self._open[request_id]
+            request.first_token_ns = request.last_token_ns = end_ns
+            request.since_step = request.last_step = step
+            request.num_output_tokens = 1
+        self._step_rows.append(source, figures)
+        self._steps = step + 1
+        self._rows += 1
+        self._last_end_ns = end_ns
+
+    def slept_to_its_end(self, request: Request, blocks: int, end_ns: int) -> None:
+        """A request that slept got its last token with the step that was told last, and held so many blocks."""
+        request_id = request.request_id
+        known = self._open[request_id]
+        self._slept(known, request.length_limit - request.num_prompt_tokens)
+        computed_tokens = request.length_limit - 1
+        self._rows += 1
+        self._columns["events"].add(
+            (end_ns, request_id, "finished", "length", NEVER, computed_tokens, blocks)
+        )
+        self._request_row(request_id, "length", end_ns)
+
+    def flush_if_due(self) -> None:
+        """Writes parts where enough rows wait for it."""
+        if self._rows >= self._flush_at_row:
+            self.flush()
 
     def woke(self, rows: Iterable[Woken]) -> None:
         """Requests that had an output in every step until now, which nobody told."""
@@ -314,7 +384,7 @@ class EventLog:
         until_ns: int = NEVER,
     ) -> None:
         self._rows += 1
-        self._columns["events"].append(time_ns, request_id, kind, reason, until_ns, computed_tokens, blocks)
+        self._columns["events"].add((time_ns, request_id, kind, reason, until_ns, computed_tokens, blocks))
 
     def _wait_ended(self, request_id: str, reason: WaitReason, from_ns: int, until_ns: int) -> None:
         self._event(from_ns, request_id, "wait", reason.value, until_ns=until_ns)
@@ -470,11 +540,11 @@ class EventLog:
         request = self._open.pop(request_id)
         spec = request.spec
         self._rows += 1
-        self._columns["requests"].append(
+        self._columns["requests"].add((
             request_id,
             spec.prompt_tokens,
             request.num_output_tokens,
-            seconds_to_ns(spec.arrival_s),
+            request.arrival_ns,
             request.queued_ns,
             request.first_scheduled_ns,
             request.first_token_ns,
@@ -488,7 +558,7 @@ class EventLog:
             spec.session_id,
             spec.client_id,
             request.sent_ns,
-        )
+        ))
 
     def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:
         """Latencies are those of completed requests: the pool must not keep the gaps of others."""
@@ -502,15 +572,8 @@ class EventLog:
                 self._rows += 1
                 self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER, request_id)
 
-    def _flush_if_due(self) -> None:
-        if self._rows >= self._flush_at_row:
-            self.flush()
 
 
 def _shape_columns(shape: StepShape) -> tuple[int, ...]:
     columns: tuple[int, ...] = _SHAPE_COLUMNS(shape)
     return columns
-
-
-def _sent_ns(spec: RequestSpec, sent_ns: int | None) -> int:
-    return seconds_to_ns(spec.arrival_s) if sent_ns is None else sent_ns

@@ -22,7 +22,7 @@ class LeapTimes:
         """Of so many steps."""
         if self.each_ns:
             return sum(self.each_ns[:num_steps])
-        return num_steps * self.first_ns + self.growth_ns * (num_steps * (num_steps - 1) // 2)
+        return even_duration_ns(self.first_ns, self.growth_ns, num_steps)
 
     def steps_until(self, time_ns: int, most: int) -> int:
         """The least number of steps, at most `most`, that take `time_ns` (> 0) or longer."""
@@ -31,13 +31,23 @@ class LeapTimes:
                 if ns >= time_ns:
                     return steps
             return most
-        # Steps do not get shorter, so this many are enough.
-        steps = min(-(-time_ns // self.first_ns), most)
-        if self.growth_ns and self.duration_ns(steps) >= time_ns:
-            # n (2 first - growth) + n n growth >= 2 time: the root, rounded down, and on from there.
-            linear = 2 * self.first_ns - self.growth_ns
-            root = (isqrt(linear * linear + 8 * self.growth_ns * time_ns) - linear) // (2 * self.growth_ns)
-            steps = min(max(root, 1), most)
-            while steps < most and self.duration_ns(steps) < time_ns:
-                steps += 1
-        return steps
+        return even_steps_until(self.first_ns, self.growth_ns, time_ns, most)
+
+
+def even_duration_ns(first_ns: int, growth_ns: int, num_steps: int) -> int:
+    """Of steps each of which takes so much longer than the one before."""
+    return num_steps * first_ns + growth_ns * (num_steps * (num_steps - 1) // 2)
+
+
+def even_steps_until(first_ns: int, growth_ns: int, time_ns: int, most: int) -> int:
+    """The least number of them, at most `most`, that take `time_ns` (> 0) or longer."""
+    # Steps do not get shorter, so this many are enough.
+    steps = min(-(-time_ns // first_ns), most)
+    if growth_ns and even_duration_ns(first_ns, growth_ns, steps) >= time_ns:
+        # n (2 first - growth) + n n growth >= 2 time: the root, rounded down, and on from there.
+        linear = 2 * first_ns - growth_ns
+        root = (isqrt(linear * linear + 8 * growth_ns * time_ns) - linear) // (2 * growth_ns)
+        steps = min(max(root, 1), most)
+        while steps < most and even_duration_ns(first_ns, growth_ns, steps) < time_ns:
+            steps += 1
+    return steps

@@ -39,6 +39,10 @@ class LeapingCore(Core[LightFrame]):
     def _schedule(self, number: int, now: int) -> LightFrame:
         return self.leaping.light(number, now)
 
+    def skip(self, num_steps: int) -> None:
+        """So many steps were begun and completed without this."""
+        self._next_step += num_steps
+
     def leapt_over(self, leap: Leap, start_ns: int) -> LightFrame:
         """The last step of a leap, in flight since `start_ns`; its rows get their tokens when it is complete."""
         self._next_step += leap.num_steps

@@ -15,6 +15,7 @@ from servetwin.sim.leap_times import LeapTimes
 from servetwin.sim.leaping_core import LeapingCore
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost
 from servetwin.sim.overlap import Overlap
+from servetwin.sim.plain_steps import Client, PlainSteps
 from servetwin.sim.request import Request
 from servetwin.sim.steptime.modelled import LeapCosts, ModelledStepTimer
 from servetwin.sim.timeline import StepTimes
@@ -96,6 +97,27 @@ class LeapingProcess(Driver[LightFrame]):
         self._leaps = leaps
         self._submitted: deque[Submitted] = deque()
         self._in_the_air: _InTheAir | _OverlappedInTheAir | None = None
+        self._plain = self._plain_steps()
+
+    # ------------------------------------------------------------ the short way
+
+    def _plain_steps(self) -> PlainSteps | None:
+        """Where steps follow each other, one at a time, and take what the model says and no more."""
+        timer = self._timer
+        waits = timer.turnaround_ns > 0 and not timer.overlaps_preparation
+        if self._overlaps or not self._host_is_free or not timer.is_bare or waits or self._logs_blocks:
+            return None
+        client = Client(self._arrivals, self._take_in, self._ended, self._interrupts, self._on_progress)
+        return PlainSteps(self.env, self._engine, timer, self.log, client, leaps=self._leaps)
+
+    def _interrupts(self) -> bool:
+        return bool(self._aborts or self._cache_resets)
+
+    def _short_way(self) -> Generator[simpy.Event, Any, None]:
+        if self._plain is not None and not self._interrupts():
+            steps = yield from self._plain.run()
+            if steps:
+                self._guard.progress()
 
     # ------------------------------------------------------------ one step
 
@@ -138,7 +160,7 @@ class LeapingProcess(Driver[LightFrame]):
         if self._logs_blocks:
             self._log_blocks()
         for request_id in outputs.finished:
-            self._ended(request_id)
+            self._ended(request_id, self.now)
         if self._on_progress is not None:
             self._on_progress(num_steps, len(outputs.finished), self.now)
 
@@ -200,6 +222,8 @@ class LeapingProcess(Driver[LightFrame]):
     def settle(self) -> None:
         """The run breaks off: tells the log what it has not been told of those that sleep."""
         self._on_progress = None
+        if self._plain is not None:
+            self._plain.settle()
         if self._in_the_air is not None:
             self._land()
         self.log.woke(self._scheduler.rouse_all())

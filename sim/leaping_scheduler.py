@@ -18,7 +18,7 @@ from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import StepShape
 from servetwin.sim.decode_calendar import DecodeCalendar
 from servetwin.sim.kv_cache_manager import cdiv
-from servetwin.sim.light_frames import AwakeRow, Ended, Leap, LightFrame, LightOutputs, Woken
+from servetwin.sim.light_frames import AwakeRow, Ended, Leap, LightFrame, LightOutputs, TakenBlocks, Woken
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import Finish, ScheduleRecord, WaitReason
 from servetwin.sim.request import FINISH_REASONS, Request, RequestStatus
@@ -55,10 +55,10 @@ class LeapingScheduler(Scheduler):
         """The running requests that do not sleep, in running order."""
         self._tokens = tokens
         self._num_placed = 0
-        self._number = 0
-        """The next step."""
+        self.number = 0
+        """Of the next step."""
         self._woken: list[Woken] = []
-        self._stuck: int | None = None
+        self.stuck_blocks: int | None = None
         """Not None: the head of the queue cannot come in before somebody ends, as long as so many blocks are free (with
         fewer it would wait for another reason)."""
         self._resumed_are_new = config.scheduler.use_v2_model_runner
@@ -68,7 +68,7 @@ class LeapingScheduler(Scheduler):
 
     def light(self, number: int, now: int) -> LightFrame:
         """Decides step `number` at simulated time `now` (ns)."""
-        self._number = number
+        self.number = number
         self.calendar.leave_batch(number)
         step = Step(self._token_budget)
         evictions, reports = self.kv.pool.num_evictions, bool(self.finished_req_ids)
@@ -92,21 +92,27 @@ class LeapingScheduler(Scheduler):
             reports,
         )
         self._woken = []
-        self._number = number + 1
-        self._stuck = self._find_stuck(step) if self.waiting else None
+        self.number = number + 1
+        self.stuck_blocks = self._find_stuck(step) if self.waiting else None
         if self._counts_ahead:
             self._lull(requests, number + 1)
         return frame
 
     def add_request(self, request: Request, now: int) -> None:
-        self._stuck = None
+        self.stuck_blocks = None
         super().add_request(request, now)
         shares = self.kv.enable_caching and not request.is_private
         if shares or request.stop_tokens:
             request.keeps_tokens = True
+        request.is_plain = (
+            not request.keeps_tokens
+            and request.num_tokens + 1 < request.length_limit
+            and request.sampling_params.min_tokens <= request.length_limit - request.num_prompt_tokens
+            and not 0 < self._threshold < request.num_tokens
+        )
 
     def _end(self, request: Request, status: RequestStatus) -> None:
-        self._stuck = None
+        self.stuck_blocks = None
         super()._end(request, status)
 
     def _find_stuck(self, step: Step) -> int | None:
@@ -137,10 +143,10 @@ class LeapingScheduler(Scheduler):
         rows = calendar.num_rows
         if not rows or self.awake or rows > self._token_budget:
             return 0
-        if self.waiting and self._stuck is None:
+        if self.waiting and self.stuck_blocks is None:
             return 0
-        steps = calendar.next_end() - self._number + 1
-        spare = self.kv.pool.num_free - (self._stuck or 0)
+        steps = calendar.next_end() - self.number + 1
+        spare = self.kv.pool.num_free - (self.stuck_blocks or 0)
         if rows * cdiv(steps, self.kv.block_size) <= spare:
             return steps
         return self._steps_with_blocks(steps, spare)
@@ -148,13 +154,13 @@ class LeapingScheduler(Scheduler):
     def leap_shape(self) -> StepShape:
         """Of the next step, where it is one of a leap."""
         rows = self.calendar.num_rows
-        context, longest = self.calendar.context(self._number)
+        context, longest = self.calendar.context(self.number)
         return StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
 
     def _steps_with_blocks(self, most: int, blocks: int) -> int:
         """So many steps from the next one on, or those before the first that these blocks are too few for."""
         for steps in range(most):
-            blocks -= len(self.calendar.beginning_block(self._number + steps))
+            blocks -= len(self.calendar.beginning_block(self.number + steps))
             if blocks < 0:
                 return steps
         return most
@@ -176,7 +182,7 @@ class LeapingScheduler(Scheduler):
                     begun(i)
         else:
             self._leap_uncached(leap)
-        self._number += num_steps
+        self.number += num_steps
         return leap
 
     def _steps_with_blocks_to_do(self, num_steps: int) -> Iterator[int]:
@@ -185,13 +191,13 @@ class LeapingScheduler(Scheduler):
         # Of a step: those that begin a block, and those of the next one, which fill theirs in this.
         begins = [bool(phase) for phase in phases]
         busy = [begins[i] or begins[(i + 1) % size] for i in range(size)]
-        number = self._number
+        number = self.number
         for i in range(1, num_steps):
             if busy[(number + i) % size]:
                 yield i
 
     def _leap_step(self, i: int, leap: Leap) -> None:
-        pool, number = self.kv.pool, self._number + i
+        pool, number = self.kv.pool, self.number + i
         beginning = self.calendar.beginning_block(number)
         due = self._due(beginning, number) if self.kv.enable_caching else beginning
         evictions = pool.num_evictions
@@ -206,7 +212,7 @@ class LeapingScheduler(Scheduler):
     def _leap_uncached(self, leap: Leap) -> None:
         """All steps of a leap, where blocks have no content: in each, one for every row that begins one."""
         phases, size = self.calendar.phases, self.kv.block_size
-        phase = self._number % size
+        phase = self.number % size
         if phases[phase]:
             self.kv.begin_blocks(phases[phase])
         self._count_leap(leap, 0)
@@ -236,7 +242,7 @@ class LeapingScheduler(Scheduler):
             decode_context_tokens=leap.shape.decode_context_tokens + rows * ahead,
             decode_context_max_tokens=leap.shape.decode_context_max_tokens + ahead,
         )
-        return LightFrame(self._number - 1, start_ns, record, [], rows, shape, 0, [], reports=False)
+        return LightFrame(self.number - 1, start_ns, record, [], rows, shape, 0, [], reports=False)
 
     def _count_leap(self, leap: Leap, evictions: int) -> None:
         """The counts after the schedule call of a leap's first step."""
@@ -245,6 +251,112 @@ class LeapingScheduler(Scheduler):
         leap.free_blocks = pool.num_free - pool.num_cached_free
         leap.used_blocks = self._usable_blocks - pool.num_free
         leap.evictions = evictions
+
+    # ------------------------------------------------------------ steps that are nothing special
+
+    def skip(self, num_steps: int) -> None:
+        """So many steps have been taken without `light`: all their rows sleep, or are about to."""
+        self.number += num_steps
+        if self.finished_req_ids:
+            self.finished_req_ids = set()
+
+    def all_come_in_whole(self) -> bool:
+        """The next step is one token of each row and the whole prompt of each request that waits.
+
+        There are seats, tokens and blocks enough for that whatever is found in the prefix cache, and each of them is
+        a plain decode from its first token on.
+        """
+        waiting, calendar = self.waiting, self.calendar
+        if self.awake or len(self.running) + len(waiting) > self._max_num_seqs:
+            return False
+        tokens, blocks = calendar.num_rows, len(calendar.beginning_block(self.number))
+        for request in waiting:
+            if not request.is_plain or request.num_preemptions:
+                return False
+            tokens += request.num_tokens
+            blocks += cdiv(request.num_tokens, self.kv.block_size)
+        return tokens <= self._token_budget and blocks <= self.kv.pool.num_free
+
+    def serve_due(self, number: int) -> None:
+        """Blocks for the sleepers of one step; there are enough."""
+        due = self.calendar.beginning_block(number)
+        if self.kv.enable_caching:
+            due = self._due(due, number)
+        if due:
+            self._serve_sleepers(due, number)
+
+    def come_in_whole(self, now: int) -> tuple[Request, int]:
+        """The head of the queue comes in with its whole prompt, for which there is room; also the tokens hit."""
+        request, kv = self.waiting.peek(now), self.kv
+        hits = kv.get_computed_blocks(request)
+        hit_tokens = len(hits) * kv.block_size
+        blocks = kv.allocate_slots(request, request.num_tokens - hit_tokens, hits)
+        assert blocks is not None, "counted before"
+        self.waiting.remove(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = request.num_tokens
+        self._num_placed += 1
+        request.place = self._num_placed
+        self.running.append(request)
+        return request, hit_tokens
+
+    def fall_asleep(self, request: Request) -> None:
+        """The first token of a request that came in whole is out: it is a row of every step from now on."""
+        number = self.number
+        request.num_tokens += 1
+        request.base = request.num_computed_tokens - number
+        request.last_step = request.length_limit - 2 - request.base
+        request.joined_step = request.since_step = number
+        self.calendar.add(request)
+
+    def end_sleeper(self, request: Request) -> int:
+        """The last token of a row is out; returns the blocks that it held. (`calendar.forget` tells the calendar.)"""
+        self.calendar.leave(request)
+        request.asleep = False
+        blocks = len(request.block_ids)
+        if request.keeps_tokens:
+            self._catch_up(request, self.number)
+            last = request.num_output_tokens
+            request.num_tokens += 1
+            request.output_token_ids.append(self._tokens.output_id(request.request_id, last))
+        self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self.running.remove(request)
+        return blocks
+
+    def take_blocks(self, num_steps: int) -> TakenBlocks:
+        """Blocks for so many steps of the rows that sleep, of which there are enough; see `leap`."""
+        begun_at: list[int] = []
+        evictions_at: list[int] = []
+        pool, number = self.kv.pool, self.number
+        if self.kv.enable_caching:
+            evictions = pool.num_evictions
+            self.serve_due(number)
+            first = self._pool_figures(evictions)
+            for i in self._steps_with_blocks_to_do(num_steps):
+                evictions = pool.num_evictions
+                self.serve_due(number + i)
+                begun_at += [i] * len(self.calendar.beginning_block(number + i))
+                evictions_at += [i] * (pool.num_evictions - evictions)
+            return TakenBlocks(*first, begun_at, evictions_at)
+        phases, size = self.calendar.phases, self.kv.block_size
+        phase = number % size
+        begins = [*phases[phase]]
+        free = pool.num_free - len(begins)
+        for i in range(1, num_steps):
+            phase += 1
+            if phase == size:
+                phase = 0
+            if beginning := phases[phase]:
+                begins += beginning
+                begun_at += [i] * len(beginning)
+        if begins:
+            self.kv.begin_blocks(begins)
+        return TakenBlocks(self._usable_blocks - free, 0, free, 0, begun_at, evictions_at)
+
+    def _pool_figures(self, evictions_before: int) -> tuple[int, int, int, int]:
+        pool = self.kv.pool
+        free, cached_free = pool.num_free, pool.num_cached_free
+        return self._usable_blocks - free, cached_free, free - cached_free, pool.num_evictions - evictions_before
 
     # ------------------------------------------------------------ one step
 
@@ -257,7 +369,7 @@ class LeapingScheduler(Scheduler):
 
     def _calendar_pass(self, step: Step) -> bool:
         """Serves the sleepers that are due and the rows that are awake; False, with nothing changed, if it cannot."""
-        calendar, number = self.calendar, self._number
+        calendar, number = self.calendar, self.number
         budget = step.budget - calendar.num_rows
         if budget < 0:
             return False
@@ -298,7 +410,7 @@ class LeapingScheduler(Scheduler):
 
     def _serve(self, due: list[Request], shares: list[tuple[Request, int]], step: Step) -> None:
         """Blocks, in running order; there are enough."""
-        step_number = self._number
+        step_number = self.number
         if not shares:
             if due:
                 self._serve_sleepers(due, step_number)
@@ -344,7 +456,7 @@ class LeapingScheduler(Scheduler):
             )
             for r in requests
         ]
-        context, longest = self.calendar.context(self._number)
+        context, longest = self.calendar.context(self.number)
         return shape_of(
             rows,
             len(step.new) + len(step.resumed),
@@ -418,7 +530,7 @@ class LeapingScheduler(Scheduler):
         """The last token of a sleeper: it ends by its length, as it went to sleep for."""
         self.calendar.leave(request)
         request.asleep = False
-        self._catch_up(request, self._number)
+        self._catch_up(request, self.number)
         request.num_tokens += 1
         if self._counts_ahead:
             request.num_output_placeholders = 1
@@ -497,7 +609,7 @@ class LeapingScheduler(Scheduler):
     def _wake(self, request: Request) -> Woken:
         """Its fields say again what they should; in the steps in flight it is a row that is looked at."""
         self.calendar.remove(request)
-        self._catch_up(request, self._number)
+        self._catch_up(request, self.number)
         if self._counts_ahead:
             request.num_output_placeholders = self._num_in_flight(request)
         self.kv.note_quiet(request)

@@ -93,6 +93,18 @@ class StepCost:
     """Padded size where a graph runs."""
 
 
+class TakenBlocks(NamedTuple):
+    """What steps of sleeping rows did to the pool of blocks: its counts after the schedule call of the first, ..."""
+
+    used: int
+    cached_free: int
+    free: int
+    evictions: int
+    begun_at: list[int]
+    """... and as in `Leap.blocks_begun_at`."""
+    evictions_at: list[int]
+
+
 @dataclass(slots=True)
 class Leap:
     """Steps of the same sleeping rows and nothing else. Counts of requests and blocks are those of the first step."""

@@ -51,6 +51,7 @@ class Request:
         "client_id",
         "counted",
         "eos_token_id",
+        "is_plain",
         "is_prefill_chunk",
         "joined_step",
         "keeps_tokens",
@@ -151,6 +152,8 @@ class Request:
         """... and samples a token in every step since this one."""
         self.last_step = 0
         """The step that brings its last token."""
+        self.is_plain = False
+        """It will be a plain decode from its first token to its last, if its prompt is computed whole."""
         self.place = 0
         """Running order is the order of this number."""
         self.keeps_tokens = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
+from struct import Struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from servetwin.sim.columns import (
@@ -49,6 +49,26 @@ LISTS = ("blocks_begun_at", "evictions_at", *TIME_LISTS)
 cached content is evicted, once for each. The times of every step where they do not follow from the first one's: those
 on the device, or all of them (steps in flight overlap)."""
 WIDTH = len(INTEGERS) + len(RUN_INTEGERS)
+DECODES = (
+    "start_s",
+    "device_s",
+    "rows",
+    "running",
+    "waiting",
+    "used_blocks",
+    "cached_free_blocks",
+    "free_blocks",
+    "evictions",
+    "decode_context_tokens",
+    "decode_context_max_tokens",
+    "repeats",
+    "device_growth_ns",
+)
+"""What a row of decodes alone has to say where the host takes no time, and nothing else: the rest follows."""
+_FOLLOWING = {
+    "start_s": ("prepare_start_s", "device_start_s"),
+    "rows": ("decode_tokens", "decode_rows", "logits_rows", "regular_gaps"),
+}
 
 
 class StepRows:
@@ -68,17 +88,24 @@ class StepRows:
         values: tuple[int, ...],
         lists: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """`values`: INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; `lists`: LISTS."""
+        """`values`: INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; `lists`: LISTS.
+
+        Or DECODES alone.
+        """
         if lists is not None:
             for name, items in zip(LISTS, lists, strict=True):
                 if items:
-                    self._lists[name].extend(items)
-                    self._list_rows[name].extend((len(self._sources), len(items)))
+                    self.append_list(name, items)
         self._sources.append(source)
         self._rows.append(values)
         if len(self._rows) == CHUNK_ROWS:
             self._chunks.append(_packed(self._rows))
             self._rows = []
+
+    def append_list(self, name: str, items: Sequence[int]) -> None:
+        """One of LISTS for the row that comes next."""
+        self._lists[name].extend(items)
+        self._list_rows[name].extend((len(self._sources), len(items)))
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -113,13 +140,36 @@ class StepRows:
 
 
 def _packed(rows: Sequence[tuple[int, ...]]) -> list[PackedInts]:
+    """Column by column; `rows` are WIDTH long, or DECODES."""
     import numpy as np
 
-    flat = array("q", chain.from_iterable(rows))
-    values = (
-        np.frombuffer(flat, dtype=np.int64).reshape(-1, WIDTH) if rows else np.zeros((0, WIDTH), np.int64)
-    )
-    return [PackedInts.of(column) for column in values.T]
+    short = np.fromiter(map(len, rows), np.int64, len(rows)) == len(DECODES)
+    values = np.empty((len(rows), WIDTH), np.int64)
+    values[~short] = _matrix([row for row in rows if len(row) == WIDTH], WIDTH)
+    values[short] = _whole_rows(_matrix([row for row in rows if len(row) != WIDTH], len(DECODES)))
+    return PackedInts.of_each(np.ascontiguousarray(values.T))
+
+
+def _matrix(rows: Sequence[tuple[int, ...]], width: int) -> Int64s:
+    """[rows, width], by way of bytes: numpy looks at tuples much longer."""
+    import numpy as np
+
+    pack = Struct(f"{width}q").pack
+    return np.frombuffer(b"".join([pack(*row) for row in rows]), np.int64).reshape(-1, width)
+
+
+def _whole_rows(decodes: Int64s) -> Int64s:
+    """[n, WIDTH] from DECODES, [n, 13]."""
+    import numpy as np
+
+    values = np.zeros((len(decodes), WIDTH), np.int64)
+    places = {name: i for i, name in enumerate((*INTEGERS, *RUN_INTEGERS))}
+    for name, column in zip(DECODES, decodes.T, strict=True):
+        for same in (name, *_FOLLOWING.get(name, ())):
+            values[:, places[same]] = column
+    values[:, places["end_s"]] = values[:, places["start_s"]] + values[:, places["device_s"]]
+    values[:, places["graph_tokens"]] = NEVER
+    return values
 
 
 def part_schema() -> pa.Schema:

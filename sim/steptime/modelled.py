@@ -37,6 +37,10 @@ class ConstantStepModel:
         """The same for one step with tokens."""
         return self.step_ns
 
+    def decode_ns(self, rows: int, context_tokens: int) -> int:
+        """The same for a step of so many decode rows alone."""
+        return self.step_ns
+
     @property
     def context_ns(self) -> int:
         """What a token more of context costs."""
@@ -73,6 +77,10 @@ class LinearStepModel:
             + self.decode_row_ns * shape.decode_rows
             + self.context_ns * shape.decode_context_tokens
         )
+
+    def decode_ns(self, rows: int, context_tokens: int) -> int:
+        """The same for a step of so many decode rows alone."""
+        return self.base_ns + self.decode_row_ns * rows + self.context_ns * context_tokens
 
 
 LEAP_AT_MOST = 256
@@ -128,7 +136,12 @@ class ModelledStepTimer:
         self._decode_durations: Callable[[StepShape, int], Ints] | None = getattr(
             model, "decode_durations_ns", None
         )
-        self._is_bare = self._outside is self._prepare is self._graph_tokens is None
+        self.is_bare = self._outside is self._prepare is self._graph_tokens is None
+        """The model says how long a step takes, and nothing else."""
+        self.context_ns = self._context_ns or 0
+        self.decode_ns: Callable[[int, int], int] | None = None
+        if type(model) in (ConstantStepModel, LinearStepModel):
+            self.decode_ns = model.decode_ns
         self.drafts = drafts
         self._tokens = tokens
         self.source = source
@@ -160,7 +173,7 @@ class ModelledStepTimer:
                 f"the step model {self.source!r} gives {duration} ns for a step of {shape.new_tokens} tokens; "
                 "a step with tokens must take at least 1 ns"
             )
-        if self._is_bare:
+        if self.is_bare:
             check_times(self.source, 0, duration)
             return StepCost(0, duration)
         features = StepFeatures.of([shape])
@@ -182,7 +195,7 @@ class ModelledStepTimer:
         Fewer also where the model says of a later one anything else than its duration.
         """
         first = self.cost(shape)
-        if self._context_ns is not None and self._is_bare:
+        if self._context_ns is not None and self.is_bare:
             check_times(self.source, 0, self._context_ns)
             return LeapCosts(first, most, self._context_ns * shape.rows)
         steps = min(most, LEAP_AT_MOST)
@@ -194,7 +207,7 @@ class ModelledStepTimer:
 
     def _durations(self, shape: StepShape, steps: int) -> tuple[Ints, int]:
         """Of a step of decode rows and those that follow, and how many of these are otherwise like it."""
-        if self._is_bare and self._decode_durations is not None:
+        if self.is_bare and self._decode_durations is not None:
             durations = self._decode_durations(shape, steps)
         else:
             features = StepFeatures.growing(shape, steps)

@@ -1,0 +1,224 @@
+"""The steps in which nothing special happens, one after the other: the short way of `sim/leaping_process.py`.
+
+Nearly all of a simulation is of two kinds of step: those of sleeping rows alone, many at once, and those in which
+everybody who waits comes in whole. This knows no other. What can come in, which blocks are taken and what is found in
+the prefix cache is said by the scheduler and its KV cache, as ever; where there is any doubt that all of it fits - or
+where more is going on - the ordinary step decides. The loop is long and in local variables on purpose: it is what a
+simulated day consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import simpy
+
+from servetwin.sim.arrivals import Arrivals
+from servetwin.sim.columns import NEVER
+from servetwin.sim.contract import StepShape
+from servetwin.sim.events import EventLog
+from servetwin.sim.leap_times import even_duration_ns, even_steps_until
+from servetwin.sim.leaping_core import LeapingCore
+from servetwin.sim.request import Request
+from servetwin.sim.steptime.modelled import ModelledStepTimer
+
+
+class Client(NamedTuple):
+    """What goes on outside of the engine, as its process has it."""
+
+    arrivals: Arrivals
+    take_in: Callable[[int], object]
+    """Takes in who has arrived at this instant."""
+    ended: Callable[[str, int], object]
+    """This request got its last token at this instant."""
+    interrupts: Callable[[], bool]
+    """Something is due that no step here knows of: aborts, resets."""
+    on_progress: Callable[[int, int, int], object] | None
+    """Steps, requests that ended with them, instant."""
+
+
+class PlainSteps:
+    """Of one engine with a host that takes no time, and steps one at a time. `leaps`: many at once."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        core: LeapingCore,
+        timer: ModelledStepTimer,
+        log: EventLog,
+        client: Client,
+        *,
+        leaps: bool,
+    ) -> None:
+        self._env, self._core, self._timer, self._log, self._client = env, core, timer, log, client
+        self._scheduler, self._leaps = core.leaping, leaps
+        self.now = 0
+        """How far this has come, in ns: SimPy's clock may be behind."""
+        self.in_the_air: int | None = None
+        """When the step ends that has begun and whose tokens are not out."""
+        self._came_in: list[Request] = []
+        """With the step that has begun."""
+        self._steps = 0
+        """That have begun, and whose tokens are not out."""
+
+    def run(self) -> Generator[simpy.Event, Any, int]:
+        """Takes steps until one is anything else; the clock stands at its beginning then. Returns their number.
+
+        SimPy need not be asked for every step: while nothing else is due there, nobody looks.
+        """
+        env, scheduler, client = self._env, self._scheduler, self._client
+        arrivals, waiting = client.arrivals, scheduler.waiting
+        now = self.now = int(env.now)
+        others_ns, total = env.peek(), 0
+        while True:
+            due_ns = arrivals.due_ns
+            if due_ns is not None and due_ns <= now:
+                client.take_in(now)
+            if client.interrupts():
+                break
+            comes_in = scheduler.stuck_blocks is None and len(waiting) > 0
+            end_ns = self._admit(now) if comes_in else self._leap(now, arrivals.due_ns)
+            if not end_ns:
+                break
+            if end_ns >= others_ns:
+                self.in_the_air = end_ns
+                yield env.timeout(end_ns - int(env.now))
+                self.in_the_air, others_ns = None, env.peek()
+            self.now = now = end_ns
+            total += self._steps
+            self.land(now)
+        if now > env.now:
+            yield env.timeout(now - int(env.now))
+        return total
+
+    def land(self, now: int) -> None:
+        """The tokens of the steps that have begun are out."""
+        scheduler, log, client = self._scheduler, self._log, self._client
+        steps, number = self._steps, scheduler.number
+        ending = scheduler.calendar.ending(number - 1)
+        if ending:
+            for request in ending:
+                blocks = scheduler.end_sleeper(request)
+                log.slept_to_its_end(request, blocks, now)
+            scheduler.calendar.forget(number - 1)
+        for request in self._came_in:
+            scheduler.fall_asleep(request)
+        self._came_in = []
+        log.flush_if_due()
+        for request in ending:
+            client.ended(request.request_id, now)
+        if client.on_progress is not None:
+            client.on_progress(steps, len(ending), now)
+
+    def settle(self) -> None:
+        """The run breaks off: what has begun is over."""
+        if self.in_the_air is not None:
+            self._client = self._client._replace(on_progress=None)
+            self.land(self.in_the_air)
+
+    # ------------------------------------------------------------ decodes alone
+
+    def _leap(self, now: int, due_ns: int | None) -> int:
+        """Steps of sleeping rows alone, up to an arrival; their end, 0 where there is no such step."""
+        scheduler, log = self._scheduler, self._log
+        most = scheduler.leap_length()
+        if not most:
+            return 0
+        calendar, pool = scheduler.calendar, scheduler.kv.pool
+        rows = calendar.num_rows
+        context, longest = calendar.context(scheduler.number)
+        steps, first_ns, growth_ns, each_ns = self._times(
+            rows, context, longest, most if self._leaps else 1, None if due_ns is None else due_ns - now
+        )
+        duration_ns = sum(each_ns) if each_ns else even_duration_ns(first_ns, growth_ns, steps)
+        blocks = scheduler.take_blocks(steps)
+        figures = (
+            now,
+            first_ns,
+            rows,
+            len(scheduler.running),
+            len(scheduler.waiting),
+            blocks.used,
+            blocks.cached_free,
+            blocks.free,
+            blocks.evictions,
+            context,
+            longest,
+            steps,
+            growth_ns,
+        )
+        end_ns = now + duration_ns
+        log.decoded(self._timer.source, figures, steps, blocks.begun_at, blocks.evictions_at, each_ns, end_ns)
+        self._begin(steps)
+        return end_ns
+
+    def _times(
+        self, rows: int, context: int, longest: int, most: int, left_ns: int | None
+    ) -> tuple[int, int, int, Sequence[int]]:
+        """Steps, at most `most`, up to the first that ends in `left_ns` or later; what the first takes, by how much
+        each takes longer, or what each takes.
+        """
+        timer = self._timer
+        if timer.decode_ns is None:
+            shape = StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
+            costs = timer.leap_costs(shape, most, left_ns)
+            steps = costs.num_steps
+            if left_ns is not None:
+                steps = costs.times(0).steps_until(left_ns, steps)
+            return steps, costs.first.device_ns, costs.growth_ns, costs.each_ns[:steps]
+        first_ns, growth_ns = timer.decode_ns(rows, context), timer.context_ns * rows
+        if left_ns is not None and even_duration_ns(first_ns, growth_ns, most) > left_ns:
+            most = even_steps_until(first_ns, growth_ns, left_ns, most)
+        return most, first_ns, growth_ns, ()
+
+    def _begin(self, steps: int) -> None:
+        self._steps = steps
+        self._core.skip(steps)
+        self._scheduler.skip(steps)
+
+    # ------------------------------------------------------------ newcomers
+
+    def _admit(self, now: int) -> int:
+        """A step of all who wait, whole, beside the rows that sleep; its end, 0 where they may not all fit."""
+        scheduler, log = self._scheduler, self._log
+        if not scheduler.all_come_in_whole():
+            return 0
+        calendar, pool = scheduler.calendar, scheduler.kv.pool
+        number, sleeping, evictions = scheduler.number, calendar.num_rows, pool.num_evictions
+        context, longest = calendar.context(number)
+        scheduler.serve_due(number)
+        tokens = pairs = contexts = hits = 0
+        largest = (0, 0)
+        for _ in range(len(scheduler.waiting)):
+            request, hit_tokens = scheduler.come_in_whole(now)
+            known = request.num_tokens
+            new = known - hit_tokens
+            tokens += new
+            pairs += new * known
+            contexts += known
+            hits += hit_tokens
+            largest = max(largest, (new, known))
+            log.came_in(request.request_id, now, hit_tokens, len(request.block_ids))
+            self._came_in.append(request)
+        count = len(self._came_in)
+        rows = sleeping + count
+        shape = StepShape(
+            sleeping + tokens, rows, rows, sleeping, context, longest, tokens, count, pairs, contexts, *largest, count
+        )  # fmt: skip
+        device_ns = self._timer.cost(shape).device_ns
+        end_ns = now + device_ns
+        caches, free, cached_free = scheduler.kv.enable_caching, pool.num_free, pool.num_cached_free
+        # As `step_rows.INTEGERS` and `RUN_INTEGERS` want it.
+        figures = (
+            now, 0, device_ns, 0, tokens, sleeping, rows, sleeping,
+            len(scheduler.running), 0, pool.num_gpu_blocks - 1 - free, cached_free, free - cached_free,
+            0, pool.num_evictions - evictions, contexts if caches else 0, hits, 0, 0, 0, 0, 0, 0,
+            0, now, now, end_ns, NEVER, 0,
+            rows, context, longest, count, pairs, contexts, *largest, count,
+            1, 0, sleeping,
+        )  # fmt: skip
+        ids = [request.request_id for request in self._came_in]
+        log.first_tokens(ids, self._timer.source, figures, now, end_ns)
+        self._begin(1)
+        return end_ns
