@@ -8,6 +8,12 @@ from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads.spec import RequestSpec, Workload
 
 
+def arrivals_of(workload: Workload, max_concurrency: int | None) -> Arrivals:
+    """The client of a workload; `max_concurrency`: requests that it keeps in flight."""
+    is_open = max_concurrency is None and bool(getattr(workload, "open_loop", False))
+    return OpenLoop(workload) if is_open else Arrivals(workload, max_concurrency)
+
+
 class Arrivals:
     """The client's side: requests that the workload has named and that have not been sent, earliest first."""
 
@@ -54,3 +60,29 @@ class Arrivals:
             self.due_ns = None
         else:
             self.due_ns = max(self._ahead[0][0], self._free_since_ns)
+
+
+class OpenLoop(Arrivals):
+    """The same where nothing waits for anything: requests come in the order in which the workload names them."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._next = workload.next
+        self._ended = workload.finished
+        self._spec: RequestSpec | None = None
+        self.due_ns = None
+        self._look()
+
+    def pop(self) -> tuple[RequestSpec, int]:
+        spec, sent_ns = self._spec, self.due_ns
+        assert spec is not None and sent_ns is not None, "somebody is due"
+        self._look()
+        return spec, sent_ns
+
+    def finished(self, request_id: str, now_ns: int) -> None:
+        self._ended(request_id, now_ns)
+        if self.due_ns is None:
+            self._look()
+
+    def _look(self) -> None:
+        spec = self._spec = self._next()
+        self.due_ns = None if spec is None else seconds_to_ns(spec.arrival_s)

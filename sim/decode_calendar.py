@@ -32,7 +32,8 @@ class DecodeCalendar:
         """By the steps (modulo the block size) in which a row begins a block."""
         self.num_rows = 0
         self._base_sum = 0
-        self._ends: dict[int, list[Request]] = {}
+        self.ends: dict[int, list[Request]] = {}
+        """By the last step of the rows."""
         self._end_steps: list[int] = []
         self._longest: list[tuple[int, int, Request]] = []
 
@@ -40,33 +41,34 @@ class DecodeCalendar:
         """A row whose `base`, `last_step` and `place` are set."""
         request.asleep = request.counted = True
         self.num_rows += 1
-        self._base_sum += request.base
-        insort(self.phases[-request.base % self._block_size], request, key=_in_order)
-        ends = self._ends.get(request.last_step)
+        base, last_step = request.base, request.last_step
+        self._base_sum += base
+        _insert(self.phases[-base % self._block_size], request)
+        ends = self.ends.get(last_step)
         if ends is None:
-            self._ends[request.last_step] = [request]
-            heapq.heappush(self._end_steps, request.last_step)
-            if len(self._end_steps) > 4 * len(self._ends) + _WORTH_CLEARING:
-                self._end_steps = sorted(self._ends)
+            self.ends[last_step] = [request]
+            heapq.heappush(self._end_steps, last_step)
+            if len(self._end_steps) > 4 * len(self.ends) + _WORTH_CLEARING:
+                self._end_steps = sorted(self.ends)
         else:
-            insort(ends, request, key=_in_order)
+            _insert(ends, request)
         if len(self._longest) > 4 * self.num_rows + _WORTH_CLEARING:
-            self._longest = [entry for entry in self._longest if _is_current(entry)]
+            self._longest = [(-row.base, row.place, row) for row in self if row.counted and row is not request]
             heapq.heapify(self._longest)
-        heapq.heappush(self._longest, (-request.base, request.place, request))
+        heapq.heappush(self._longest, (-base, request.place, request))
 
     def remove(self, request: Request) -> None:
         """A row that takes part in no further step."""
         request.asleep = False
         self.leave(request)
-        ends = self._ends[request.last_step]
+        ends = self.ends[request.last_step]
         ends.remove(request)
         if not ends:
-            del self._ends[request.last_step]
+            del self.ends[request.last_step]
 
     def leave_batch(self, step: int) -> None:
         """Rows whose last step was before `step` wait for its token: they keep their seat, and are in no step."""
-        for request in self._ends.get(step - 1, ()):
+        for request in self.ends.get(step - 1, ()):
             self.leave(request)
 
     def leave(self, request: Request) -> None:
@@ -80,15 +82,15 @@ class DecodeCalendar:
 
     def ending(self, step: int) -> Sequence[Request]:
         """The rows whose last step this is, in running order."""
-        return self._ends.get(step, ())
+        return self.ends.get(step, ())
 
     def forget(self, step: int) -> None:
         """The rows that ended with this step."""
-        del self._ends[step]
+        del self.ends[step]
 
     def next_end(self) -> int:
         """The first step that is some row's last. There must be a row."""
-        while self._end_steps[0] not in self._ends:
+        while self._end_steps[0] not in self.ends:
             heapq.heappop(self._end_steps)
         return self._end_steps[0]
 
@@ -105,17 +107,22 @@ class DecodeCalendar:
         if not self.num_rows:
             return 0, 0
         longest = self._longest
-        while not _is_current(longest[0]):
+        while True:
+            negative_base, _, request = longest[0]
+            # It is still there, and has not joined anew since.
+            if request.counted and request.base == -negative_base:
+                return self._base_sum + self.num_rows * (step + 1), step + 1 - negative_base
             heapq.heappop(longest)
-        return self._base_sum + self.num_rows * (step + 1), step + 1 - longest[0][0]
 
     def __iter__(self) -> Iterator[Request]:
         """All rows, those that have left the batch included, in no order."""
-        for ends in self._ends.values():
+        for ends in self.ends.values():
             yield from ends
 
 
-def _is_current(entry: tuple[int, int, Request]) -> bool:
-    """The row is still there, and has not joined anew since."""
-    negative_base, place, request = entry
-    return request.asleep and request.counted and request.base == -negative_base and request.place == place
+def _insert(rows: list[Request], request: Request) -> None:
+    """In running order: nearly always at the end."""
+    if not rows or rows[-1].place < request.place:
+        rows.append(request)
+    else:
+        insort(rows, request, key=_in_order)

@@ -15,7 +15,7 @@ from typing import Any, Generic
 
 import simpy
 
-from servetwin.sim.arrivals import Arrivals
+from servetwin.sim.arrivals import arrivals_of
 from servetwin.sim.contract import SamplingParams, StepTimer
 from servetwin.sim.engine_core import Core, F
 from servetwin.sim.events import EventLog
@@ -56,10 +56,13 @@ class Driver(ABC, Generic[F]):
         self.env = env
         self.core = core
         self.log = log
-        self._arrivals = Arrivals(workload, max_concurrency)
+        self._arrivals = arrivals_of(workload, max_concurrency)
         self._in_flight: dict[str, tuple[RequestSpec, Request]] = {}
         self._aborts: list[tuple[int, int, Request]] = []
         self._abort_count = 0
+        config = core.config
+        self._block_size, self._max_model_len = config.cache.block_size, config.model.max_model_len
+        self._eos_token_id = config.model.eos_token_id
         self._tokens = tokens
         self._sampling = sampling
         self._guard = ProgressGuard()
@@ -166,26 +169,26 @@ class Driver(ABC, Generic[F]):
 
     def _take_in(self, now: int) -> None:
         """Takes in every request that has arrived by now."""
-        arrivals = self._arrivals
-        while arrivals.due_ns is not None and arrivals.due_ns <= now:
+        arrivals, core, log = self._arrivals, self.core, self.log
+        while (due_ns := arrivals.due_ns) is not None and due_ns <= now:
             spec, sent_ns = arrivals.pop()
             if self._on_request is not None:
                 self._on_request(spec)
             request = self._request(spec, sent_ns)
-            refusal = self.core.refusal(request) or self._token_refusal(spec)
+            refusal = core.refusal(request) or self._token_refusal(spec)
             if refusal is not None:
-                self.log.refused(spec, now, refusal, sent_ns=sent_ns)
+                log.refused(spec, now, refusal, sent_ns=sent_ns)
                 self._tokens.ended(spec, ())
                 arrivals.finished(spec.request_id, now)
-                continue
-            self._in_flight[spec.request_id] = spec, request
-            self._tokens.add(spec)
-            self.core.add_request(request, now)
-            self._guard.progress()
-            self.log.arrived(spec, now, sent_ns=sent_ns)
-            if spec.abort_s is not None:
-                self._abort_count += 1
-                heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, request))
+            else:
+                self._in_flight[spec.request_id] = spec, request
+                self._tokens.add(spec)
+                core.add_request(request, now)
+                self._guard.progress()
+                log.arrived(spec, now, sent_ns=sent_ns)
+                if spec.abort_s is not None:
+                    self._abort_count += 1
+                    heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, request))
 
     def _token_refusal(self, spec: RequestSpec) -> str | None:
         """A model has no embedding for an id outside its vocabulary."""
@@ -197,16 +200,15 @@ class Driver(ABC, Generic[F]):
         return f"prompt token id {highest} is outside the model's vocabulary (0 to {self._vocab_size - 1})"
 
     def _request(self, spec: RequestSpec, arrival_ns: int) -> Request:
-        config = self.core.config
         request = Request(
             spec.request_id,
             self._tokens.prompt(spec),
             self._sampling(spec),
-            block_size=config.cache.block_size,
-            max_model_len=config.model.max_model_len,
+            block_size=self._block_size,
+            max_model_len=self._max_model_len,
             arrival_ns=arrival_ns,
             priority=spec.priority,
-            eos_token_id=config.model.eos_token_id,
+            eos_token_id=self._eos_token_id,
             cache_salt=spec.cache_salt,
             client_id=spec.client_id,
             predicted_output_tokens=spec.predicted_output_tokens,

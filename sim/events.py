@@ -17,7 +17,7 @@ from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost,
 from servetwin.sim.records import AnyFrame, BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
 from servetwin.sim.request import Request
 from servetwin.sim.residency import Residency, ResidencyTracker
-from servetwin.sim.step_rows import LISTS, StepRows
+from servetwin.sim.step_rows import DECODES, LISTS, StepRows
 from servetwin.sim.steptime.features import shape_of
 from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
 from servetwin.sim.tables import Tables
@@ -43,6 +43,9 @@ _NO_EXTRAS = (0,) * 8
 """Of a step without look-ups in the prefix cache, recomputation and drafts."""
 _NO_PREFILL = (0,) * 6
 """Of a step without rows of prompts: their part of its shape, and its new requests."""
+
+
+_REPEATS = DECODES.index("repeats")
 
 
 class Sink(Protocol):
@@ -264,7 +267,6 @@ class EventLog:
         self,
         source: str,
         figures: tuple[int, ...],
-        num_steps: int,
         begun_at: Sequence[int],
         evictions_at: Sequence[int],
         each_device_ns: Sequence[int],
@@ -279,7 +281,7 @@ class EventLog:
         if each_device_ns:
             rows.append_list("each_device_ns", each_device_ns)
         rows.append(source, figures)
-        self._steps += num_steps
+        self._steps += figures[_REPEATS]
         self._rows += 1
         self._last_end_ns = end_ns
 

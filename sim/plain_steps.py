@@ -18,7 +18,7 @@ from servetwin.sim.arrivals import Arrivals
 from servetwin.sim.columns import NEVER
 from servetwin.sim.contract import StepShape
 from servetwin.sim.events import EventLog
-from servetwin.sim.leap_times import even_duration_ns, even_steps_until
+from servetwin.sim.leap_times import even_steps_until
 from servetwin.sim.leaping_core import LeapingCore
 from servetwin.sim.request import Request
 from servetwin.sim.steptime.modelled import ModelledStepTimer
@@ -53,8 +53,6 @@ class PlainSteps:
     ) -> None:
         self._env, self._core, self._timer, self._log, self._client = env, core, timer, log, client
         self._scheduler, self._leaps = core.leaping, leaps
-        self.now = 0
-        """How far this has come, in ns: SimPy's clock may be behind."""
         self.in_the_air: int | None = None
         """When the step ends that has begun and whose tokens are not out."""
         self._came_in: list[Request] = []
@@ -68,109 +66,105 @@ class PlainSteps:
         SimPy need not be asked for every step: while nothing else is due there, nobody looks.
         """
         env, scheduler, client = self._env, self._scheduler, self._client
-        arrivals, waiting = client.arrivals, scheduler.waiting
-        now = self.now = int(env.now)
+        arrivals, waiting, ends = client.arrivals, scheduler.waiting, scheduler.calendar.ends
+        take_in, interrupts, on_progress = client.take_in, client.interrupts, client.on_progress
+        now = int(env.now)
         others_ns, total = env.peek(), 0
         while True:
             due_ns = arrivals.due_ns
             if due_ns is not None and due_ns <= now:
-                client.take_in(now)
-            if client.interrupts():
-                break
-            comes_in = scheduler.stuck_blocks is None and len(waiting) > 0
-            end_ns = self._admit(now) if comes_in else self._leap(now, arrivals.due_ns)
+                take_in(now)
+                due_ns = arrivals.due_ns
+                if interrupts():
+                    break
+            end_ns = 0
+            if not waiting or scheduler.stuck_blocks is not None:
+                end_ns = self._leap(now, due_ns)
+            elif scheduler.all_come_in_whole():
+                end_ns = self._admit(now)
             if not end_ns:
                 break
+            steps = self._steps
+            total += steps
             if end_ns >= others_ns:
                 self.in_the_air = end_ns
                 yield env.timeout(end_ns - int(env.now))
                 self.in_the_air, others_ns = None, env.peek()
-            self.now = now = end_ns
-            total += self._steps
-            self.land(now)
+            now = end_ns
+            ended = 0
+            if self._came_in or scheduler.number - 1 in ends:
+                ended = self.land(now)
+            if on_progress is not None:
+                on_progress(steps, ended, now)
         if now > env.now:
             yield env.timeout(now - int(env.now))
         return total
 
-    def land(self, now: int) -> None:
-        """The tokens of the steps that have begun are out."""
-        scheduler, log, client = self._scheduler, self._log, self._client
-        steps, number = self._steps, scheduler.number
-        ending = scheduler.calendar.ending(number - 1)
-        if ending:
+    def land(self, now: int) -> int:
+        """First and last tokens of the steps that have begun are out. Returns how many requests ended with them."""
+        scheduler, log, came_in = self._scheduler, self._log, self._came_in
+        last = scheduler.number - 1
+        ending = scheduler.calendar.ends.get(last)
+        if ending is not None:
             for request in ending:
-                blocks = scheduler.end_sleeper(request)
-                log.slept_to_its_end(request, blocks, now)
-            scheduler.calendar.forget(number - 1)
-        for request in self._came_in:
-            scheduler.fall_asleep(request)
-        self._came_in = []
+                log.slept_to_its_end(request, scheduler.end_sleeper(request), now)
+            scheduler.calendar.forget(last)
+        if came_in:
+            for request in came_in:
+                scheduler.fall_asleep(request)
+            self._came_in = []
         log.flush_if_due()
+        if ending is None:
+            return 0
+        ended = self._client.ended
         for request in ending:
-            client.ended(request.request_id, now)
-        if client.on_progress is not None:
-            client.on_progress(steps, len(ending), now)
+            ended(request.request_id, now)
+        return len(ending)
 
     def settle(self) -> None:
         """The run breaks off: what has begun is over."""
         if self.in_the_air is not None:
-            self._client = self._client._replace(on_progress=None)
             self.land(self.in_the_air)
 
     # ------------------------------------------------------------ decodes alone
 
     def _leap(self, now: int, due_ns: int | None) -> int:
         """Steps of sleeping rows alone, up to an arrival; their end, 0 where there is no such step."""
-        scheduler, log = self._scheduler, self._log
-        most = scheduler.leap_length()
-        if not most:
+        scheduler, timer = self._scheduler, self._timer
+        steps = scheduler.leap_length()
+        if not steps:
             return 0
-        calendar, pool = scheduler.calendar, scheduler.kv.pool
+        if not self._leaps:
+            steps = 1
+        calendar = scheduler.calendar
         rows = calendar.num_rows
         context, longest = calendar.context(scheduler.number)
-        steps, first_ns, growth_ns, each_ns = self._times(
-            rows, context, longest, most if self._leaps else 1, None if due_ns is None else due_ns - now
-        )
-        duration_ns = sum(each_ns) if each_ns else even_duration_ns(first_ns, growth_ns, steps)
-        blocks = scheduler.take_blocks(steps)
+        each_ns: Sequence[int] = ()
+        if timer.decode_ns is not None:
+            first_ns, growth_ns = timer.decode_ns(rows, context), timer.context_ns * rows
+            duration_ns = steps * first_ns + growth_ns * (steps * (steps - 1) // 2)
+            if due_ns is not None and now + duration_ns > due_ns:
+                steps = even_steps_until(first_ns, growth_ns, due_ns - now, steps)
+                duration_ns = steps * first_ns + growth_ns * (steps * (steps - 1) // 2)
+        else:
+            shape = StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
+            left_ns = None if due_ns is None else due_ns - now
+            costs = timer.leap_costs(shape, steps, left_ns)
+            times, steps = costs.times(0), costs.num_steps
+            if left_ns is not None:
+                steps = times.steps_until(left_ns, steps)
+            first_ns, growth_ns, each_ns = costs.first.device_ns, costs.growth_ns, costs.each_ns[:steps]
+            duration_ns = times.duration_ns(steps)
+        used, cached_free, free, evictions, begun_at, evictions_at = scheduler.take_blocks(steps)
+        # As `step_rows.DECODES` wants it.
         figures = (
-            now,
-            first_ns,
-            rows,
-            len(scheduler.running),
-            len(scheduler.waiting),
-            blocks.used,
-            blocks.cached_free,
-            blocks.free,
-            blocks.evictions,
-            context,
-            longest,
-            steps,
-            growth_ns,
-        )
+            now, first_ns, rows, len(scheduler.running), len(scheduler.waiting), used, cached_free, free, evictions,
+            context, longest, steps, growth_ns,
+        )  # fmt: skip
         end_ns = now + duration_ns
-        log.decoded(self._timer.source, figures, steps, blocks.begun_at, blocks.evictions_at, each_ns, end_ns)
+        self._log.decoded(timer.source, figures, begun_at, evictions_at, each_ns, end_ns)
         self._begin(steps)
         return end_ns
-
-    def _times(
-        self, rows: int, context: int, longest: int, most: int, left_ns: int | None
-    ) -> tuple[int, int, int, Sequence[int]]:
-        """Steps, at most `most`, up to the first that ends in `left_ns` or later; what the first takes, by how much
-        each takes longer, or what each takes.
-        """
-        timer = self._timer
-        if timer.decode_ns is None:
-            shape = StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
-            costs = timer.leap_costs(shape, most, left_ns)
-            steps = costs.num_steps
-            if left_ns is not None:
-                steps = costs.times(0).steps_until(left_ns, steps)
-            return steps, costs.first.device_ns, costs.growth_ns, costs.each_ns[:steps]
-        first_ns, growth_ns = timer.decode_ns(rows, context), timer.context_ns * rows
-        if left_ns is not None and even_duration_ns(first_ns, growth_ns, most) > left_ns:
-            most = even_steps_until(first_ns, growth_ns, left_ns, most)
-        return most, first_ns, growth_ns, ()
 
     def _begin(self, steps: int) -> None:
         self._steps = steps
@@ -180,10 +174,8 @@ class PlainSteps:
     # ------------------------------------------------------------ newcomers
 
     def _admit(self, now: int) -> int:
-        """A step of all who wait, whole, beside the rows that sleep; its end, 0 where they may not all fit."""
+        """A step of all who wait, whole, beside the rows that sleep; its end."""
         scheduler, log = self._scheduler, self._log
-        if not scheduler.all_come_in_whole():
-            return 0
         calendar, pool = scheduler.calendar, scheduler.kv.pool
         number, sleeping, evictions = scheduler.number, calendar.num_rows, pool.num_evictions
         context, longest = calendar.context(number)

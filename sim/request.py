@@ -39,6 +39,9 @@ FINISH_REASONS = {
 }
 
 
+_NO_TOKENS: frozenset[int] = frozenset()
+
+
 class Request:
     """A request known to the scheduler. Progress is one number: computed tokens catch up with known tokens."""
 
@@ -128,7 +131,9 @@ class Request:
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
-        self.stop_tokens = frozenset(sampling_params.stop_token_ids)
+        self.stop_tokens = (
+            frozenset(sampling_params.stop_token_ids) if sampling_params.stop_token_ids else _NO_TOKENS
+        )
         if self.eos_token_id is not None:
             self.stop_tokens |= {self.eos_token_id}
         self._hashes = BlockHashes(request_id, prompt, self.output_token_ids, block_size, cache_salt)

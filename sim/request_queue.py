@@ -45,32 +45,23 @@ def order_key(policy: SchedulingPolicy, request: Request, now: int) -> tuple[Any
     return key
 
 
-class FIFOQueue:
+class FIFOQueue(deque[Request]):
     """Order of receipt; preempted requests go to the front, so several victims of a step keep their old order."""
 
-    def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
-
     def add(self, request: Request, now: int) -> None:
-        self._queue.append(request)
+        self.append(request)
 
     def put_back(self, request: Request, now: int) -> None:
-        self._queue.appendleft(request)
+        self.appendleft(request)
 
     def peek(self, now: int) -> Request:
-        return self._queue[0]
+        return self[0]
 
     def remove(self, request: Request) -> None:
-        if self._queue[0] is request:
-            self._queue.popleft()
+        if self[0] is request:
+            self.popleft()
         else:
-            self._queue.remove(request)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
+            super().remove(request)
 
 
 class KeyedQueue:

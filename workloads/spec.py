@@ -85,10 +85,35 @@ class RequestSpec:
     """1-based data row in the file it came from, for messages."""
 
     def __post_init__(self) -> None:
+        if self._is_simple():
+            return
         for name, problem in self._problems():
             raise WorkloadError(
                 f"request {self.request_id!r}: {name} {reprlib.repr(getattr(self, name))} {problem}"
             )
+
+    def _is_simple(self) -> bool:
+        """Nearly all requests: lengths in range, and nothing else said that could be wrong."""
+        return (
+            0 <= self.arrival_s <= MAX_TIME_S
+            and 1 <= self.prompt_tokens <= MAX_TOKENS
+            and 1 <= self.output_tokens <= MAX_TOKENS
+            and self.request_id != ""
+            and self.prompt_token_ids is None
+            and self.output_token_ids is None
+            and self.priority == 0
+            and self.session_id is None
+            and self.turn is None
+            and self.think_time_s is None
+            and self.context_tokens is None
+            and self.prefix_ids is None
+            and self.min_tokens == 0
+            and not self.stop_token_ids
+            and self.abort_s is None
+            and self.client_id is None
+            and self.cache_salt is None
+            and self.predicted_output_tokens is None
+        )
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         for name in ("arrival_s", "abort_s", "think_time_s"):
