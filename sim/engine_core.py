@@ -34,9 +34,14 @@ class Core(ABC, Generic[F]):
         """Steps that may be in flight."""
         self.in_flight: deque[F] = deque()
         self._next_step = 0
+        slots = min(config.model.max_model_len, config.cache.usable_blocks * config.cache.block_size)
+        self._tokens_for_sure = slots - config.num_lookahead_tokens
+        """A request of no more tokens than these can run to its end."""
 
     def refusal(self, request: Request) -> str | None:
         """Why this request could never run to its end, in words; None when it can (`EngineConfig.refusal`)."""
+        if request.max_total_tokens <= self._tokens_for_sure:
+            return None
         min_tokens = request.sampling_params.min_tokens
         return self.config.refusal(request.num_prompt_tokens, request.max_tokens, min_tokens)
 

@@ -17,7 +17,7 @@ from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost,
 from servetwin.sim.records import AnyFrame, BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
 from servetwin.sim.request import Request
 from servetwin.sim.residency import Residency, ResidencyTracker
-from servetwin.sim.step_rows import DECODES, LISTS, StepRows
+from servetwin.sim.step_rows import LISTS, Row, StepRows
 from servetwin.sim.steptime.features import shape_of
 from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
 from servetwin.sim.tables import Tables
@@ -43,9 +43,6 @@ _NO_EXTRAS = (0,) * 8
 """Of a step without look-ups in the prefix cache, recomputation and drafts."""
 _NO_PREFILL = (0,) * 6
 """Of a step without rows of prompts: their part of its shape, and its new requests."""
-
-
-_REPEATS = DECODES.index("repeats")
 
 
 class Sink(Protocol):
@@ -132,11 +129,12 @@ class EventLog:
 
         `sent_ns`: when the client sent it, if it held it back after its arrival.
         """
-        arrival_ns = seconds_to_ns(spec.arrival_s)
+        request_id, arrival_ns = spec.request_id, seconds_to_ns(spec.arrival_s)
         sent_ns = arrival_ns if sent_ns is None else sent_ns
-        self._open[spec.request_id] = OpenRequest(spec, arrival_ns, sent_ns, queued_ns)
-        self._event(arrival_ns, spec.request_id, "arrived")
-        self._waits.queued(spec.request_id, queued_ns)
+        self._open[request_id] = OpenRequest(spec, arrival_ns, sent_ns, queued_ns)
+        self._rows += 1
+        self._columns["events"].add((arrival_ns, request_id, "arrived", None, NEVER, 0, 0))
+        self._waits.queued(request_id, queued_ns)
 
     def refused(self, spec: RequestSpec, now_ns: int, reason: str, *, sent_ns: int | None = None) -> None:
         """A request that can never run is turned away instead of queued; `sent_ns` as for `arrived`."""
@@ -222,7 +220,7 @@ class EventLog:
     ) -> None:
         """The same for a leap from `start_ns` to `end_ns`; `cost` and `times` are those of its first step."""
         shape, rows = leap.shape, leap.shape.rows
-        self._step_rows.append(
+        self._step_rows.append_with(
             source,
             (
                 start_ns,
@@ -263,25 +261,10 @@ class EventLog:
         self._note_ended(outputs, end_ns)
         self.flush_if_due()
 
-    def decoded(
-        self,
-        source: str,
-        figures: tuple[int, ...],
-        begun_at: Sequence[int],
-        evictions_at: Sequence[int],
-        each_device_ns: Sequence[int],
-        end_ns: int,
-    ) -> None:
-        """Steps of sleeping rows alone, where the host takes no time: `figures` are `step_rows.DECODES`."""
-        rows = self._step_rows
-        if begun_at:
-            rows.append_list("blocks_begun_at", begun_at)
-            if evictions_at:
-                rows.append_list("evictions_at", evictions_at)
-        if each_device_ns:
-            rows.append_list("each_device_ns", each_device_ns)
-        rows.append(source, figures)
-        self._steps += figures[_REPEATS]
+    def decoded(self, source: str, row: Row, num_steps: int, end_ns: int) -> None:
+        """Steps of sleeping rows alone, where the host takes no time: DECODES and DECODE_LISTS of `step_rows`."""
+        self._step_rows.append(source, row)
+        self._steps += num_steps
         self._rows += 1
         self._last_end_ns = end_ns
 
@@ -294,9 +277,9 @@ class EventLog:
         self._columns["events"].add((now_ns, request_id, "scheduled", None, NEVER, hit_tokens, blocks))
 
     def first_tokens(
-        self, request_ids: Sequence[str], source: str, figures: tuple[int, ...], start_ns: int, end_ns: int
+        self, request_ids: Sequence[str], source: str, row: Row, start_ns: int, end_ns: int
     ) -> None:
-        """The step from `start_ns` to `end_ns` in which they came in, whole; `figures` as for `StepRows.append`."""
+        """The step from `start_ns` to `end_ns` in which they came in, whole."""
         step = self._steps
         for request_id in request_ids:
             self._waits.left(request_id, start_ns)
@@ -304,7 +287,7 @@ class EventLog:
             request.first_token_ns = request.last_token_ns = end_ns
             request.since_step = request.last_step = step
             request.num_output_tokens = 1
-        self._step_rows.append(source, figures)
+        self._step_rows.append(source, row)
         self._steps = step + 1
         self._rows += 1
         self._last_end_ns = end_ns

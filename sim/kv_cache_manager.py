@@ -108,16 +108,23 @@ class KVCacheManager:
         free. Hits are taken hold of before fresh blocks, so a request cannot evict its own hits. Blocks that the
         step will fill are findable from now on, before the model has run; drafts are never hashed.
         """
-        computed = min(request.num_computed_tokens + len(hits) * self.block_size, self._max_model_len)
-        slots = min(computed + num_new_tokens + num_lookahead_tokens, self._max_model_len)
+        limit, size, table = self._max_model_len, self.block_size, request.block_ids
+        computed = request.num_computed_tokens + len(hits) * size
+        if computed > limit:
+            computed = limit
+        filled = computed + num_new_tokens
+        slots = filled + num_lookahead_tokens
+        if slots > limit:
+            slots = limit
+        fresh = -(-slots // size) - len(table) - len(hits)
         new_blocks: list[int] = []
-        if hits or slots > len(request.block_ids) * self.block_size:
-            if self._blocks_needed(request, slots, hits) > self.pool.num_free:
+        if hits or fresh > 0:
+            if (self._blocks_needed(request, slots, hits) if hits else fresh) > self.pool.num_free:
                 return None
-            new_blocks = self._extend(request, slots, hits)
+            new_blocks = self._extend(request, fresh, hits)
         if self.enable_caching:
-            self._hash_full_blocks(request, min(computed + num_new_tokens, request.num_tokens))
-        if computed + num_new_tokens < request.num_tokens:
+            self._hash_full_blocks(request, min(filled, request.num_tokens))
+        if filled < request.num_tokens:
             request.quiet_until = 0
         else:
             self.note_quiet(request)
@@ -203,8 +210,8 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ inside
 
-    def _extend(self, request: Request, slots: int, hits: Sequence[int]) -> list[int]:
-        """Adds the hits and as many fresh blocks as `slots` tokens need; returns the fresh ones."""
+    def _extend(self, request: Request, num_fresh: int, hits: Sequence[int]) -> list[int]:
+        """Adds the hits and so many fresh blocks; returns the fresh ones."""
         table = request.block_ids
         if not table:
             self.num_holders += 1
@@ -212,7 +219,7 @@ class KVCacheManager:
             self.pool.touch(hits, request.request_id)
             table += hits
             request.num_hashed_blocks = len(hits)
-        fresh = self.pool.take(cdiv(slots, self.block_size) - len(table), request.request_id)
+        fresh = self.pool.take(num_fresh, request.request_id)
         table += fresh
         return fresh
 

@@ -143,11 +143,14 @@ class LeapingScheduler(Scheduler):
         rows = calendar.num_rows
         if not rows or self.awake or rows > self._token_budget:
             return 0
-        if self.waiting and self.stuck_blocks is None:
-            return 0
+        spare = self.kv.pool.num_free
+        if self.waiting:
+            if self.stuck_blocks is None:
+                return 0
+            spare -= self.stuck_blocks
         steps = calendar.next_end() - self.number + 1
-        spare = self.kv.pool.num_free - (self.stuck_blocks or 0)
-        if rows * cdiv(steps, self.kv.block_size) <= spare:
+        # A block for each row and each block's worth of steps begun.
+        if rows * (-(-steps // self.kv.block_size)) <= spare:
             return steps
         return self._steps_with_blocks(steps, spare)
 
@@ -255,10 +258,9 @@ class LeapingScheduler(Scheduler):
     # ------------------------------------------------------------ steps that are nothing special
 
     def skip(self, num_steps: int) -> None:
-        """So many steps have been taken without `light`: all their rows sleep, or are about to."""
+        """So many steps have been begun without `light`: all their rows sleep, or are about to."""
         self.number += num_steps
-        if self.finished_req_ids:
-            self.finished_req_ids = set()
+        self.finished_req_ids.clear()
 
     def all_come_in_whole(self) -> bool:
         """The next step is one token of each row and the whole prompt of each request that waits.
@@ -350,7 +352,8 @@ class LeapingScheduler(Scheduler):
                 begins += beginning
                 begun_at += [i] * len(beginning)
         if begins:
-            self.kv.begin_blocks(begins)
+            for request, block in zip(begins, pool.take(len(begins), ""), strict=True):
+                request.block_ids.append(block)
         return TakenBlocks(self._usable_blocks - free, 0, free, 0, begun_at, evictions_at)
 
     def _pool_figures(self, evictions_before: int) -> tuple[int, int, int, int]:

@@ -96,6 +96,7 @@ class PlainSteps:
                 ended = self.land(now)
             if on_progress is not None:
                 on_progress(steps, ended, now)
+        self._core.skip(total)
         if now > env.now:
             yield env.timeout(now - int(env.now))
         return total
@@ -156,20 +157,16 @@ class PlainSteps:
             first_ns, growth_ns, each_ns = costs.first.device_ns, costs.growth_ns, costs.each_ns[:steps]
             duration_ns = times.duration_ns(steps)
         used, cached_free, free, evictions, begun_at, evictions_at = scheduler.take_blocks(steps)
-        # As `step_rows.DECODES` wants it.
-        figures = (
-            now, first_ns, rows, len(scheduler.running), len(scheduler.waiting), used, cached_free, free, evictions,
-            context, longest, steps, growth_ns,
-        )  # fmt: skip
         end_ns = now + duration_ns
-        self._log.decoded(timer.source, figures, begun_at, evictions_at, each_ns, end_ns)
-        self._begin(steps)
-        return end_ns
-
-    def _begin(self, steps: int) -> None:
+        # As DECODES and DECODE_LISTS of `sim/step_rows.py` want it.
+        row = (
+            now, first_ns, rows, len(scheduler.running), len(scheduler.waiting), used, cached_free, free, evictions,
+            context, longest, steps, growth_ns, begun_at, evictions_at, each_ns,
+        )  # fmt: skip
+        self._log.decoded(timer.source, row, steps, end_ns)
         self._steps = steps
-        self._core.skip(steps)
-        self._scheduler.skip(steps)
+        scheduler.skip(steps)
+        return end_ns
 
     # ------------------------------------------------------------ newcomers
 
@@ -198,11 +195,11 @@ class PlainSteps:
         shape = StepShape(
             sleeping + tokens, rows, rows, sleeping, context, longest, tokens, count, pairs, contexts, *largest, count
         )  # fmt: skip
-        device_ns = self._timer.cost(shape).device_ns
+        device_ns = self._timer.device_ns(shape)
         end_ns = now + device_ns
         caches, free, cached_free = scheduler.kv.enable_caching, pool.num_free, pool.num_cached_free
-        # As `step_rows.INTEGERS` and `RUN_INTEGERS` want it.
-        figures = (
+        # As INTEGERS and RUN_INTEGERS of `sim/step_rows.py` want it.
+        row = (
             now, 0, device_ns, 0, tokens, sleeping, rows, sleeping,
             len(scheduler.running), 0, pool.num_gpu_blocks - 1 - free, cached_free, free - cached_free,
             0, pool.num_evictions - evictions, contexts if caches else 0, hits, 0, 0, 0, 0, 0, 0,
@@ -211,6 +208,7 @@ class PlainSteps:
             1, 0, sleeping,
         )  # fmt: skip
         ids = [request.request_id for request in self._came_in]
-        log.first_tokens(ids, self._timer.source, figures, now, end_ns)
-        self._begin(1)
+        log.first_tokens(ids, self._timer.source, row, now, end_ns)
+        self._steps = 1
+        scheduler.skip(1)
         return end_ns

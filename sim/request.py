@@ -46,7 +46,9 @@ class Request:
     """A request known to the scheduler. Progress is one number: computed tokens catch up with known tokens."""
 
     __slots__ = (
-        "_hashes",
+        "_block_size",
+        "_cache_salt",
+        "_known_hashes",
         "arrival_ns",
         "asleep",
         "base",
@@ -136,7 +138,8 @@ class Request:
         )
         if self.eos_token_id is not None:
             self.stop_tokens |= {self.eos_token_id}
-        self._hashes = BlockHashes(request_id, prompt, self.output_token_ids, block_size, cache_salt)
+        self._block_size, self._cache_salt = block_size, cache_salt
+        self._known_hashes: BlockHashes | None = None
         # Kept by the KV-cache manager alone.
         self.block_ids: list[int] = []
         """Its block table."""
@@ -165,6 +168,15 @@ class Request:
         """Somebody may want to know its output tokens."""
 
     @property
+    def _hashes(self) -> BlockHashes:
+        """Made when they are asked for the first time: without prefix caching nobody does."""
+        if self._known_hashes is None:
+            self._known_hashes = BlockHashes(
+                self.request_id, self.prompt, self.output_token_ids, self._block_size, self._cache_salt
+            )
+        return self._known_hashes
+
+    @property
     def num_output_tokens(self) -> int:
         """Known outputs (`output_token_ids` may lag behind where nobody reads them)."""
         return self.num_tokens - self.num_prompt_tokens
@@ -188,7 +200,7 @@ class Request:
 
     def hash_prompt(self) -> None:
         """Makes the hashes of the prompt's full blocks, as far as anybody else can have the same content."""
-        self._hashes.prepare(self.num_prompt_tokens // self._hashes.block_size)
+        self._hashes.prepare(self.num_prompt_tokens // self._block_size)
 
     @property
     def is_private(self) -> bool:

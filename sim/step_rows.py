@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from struct import Struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from servetwin.sim.columns import (
     CHUNK_ROWS,
@@ -71,41 +71,49 @@ _FOLLOWING = {
 }
 
 
+DECODE_LISTS = ("blocks_begun_at", "evictions_at", "each_device_ns")
+"""Behind them, of LISTS."""
+Row = tuple[Any, ...]
+"""INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; or DECODES, then DECODE_LISTS."""
+
+
 class StepRows:
     """Steps of one replica that are not written yet, packed like the rows of other tables (`sim/columns.py`)."""
 
     def __init__(self, replica: int = 0) -> None:
         self._replica = replica
-        self._rows: list[tuple[int, ...]] = []
+        self._rows: list[Row] = []
         self._chunks: list[list[PackedInts]] = []
         self._sources: list[str] = []
         self._lists = {name: array("q" if name in TIME_LISTS else "i") for name in LISTS}
         self._list_rows = {name: array("i") for name in LISTS}
 
-    def append(
-        self,
-        source: str,
-        values: tuple[int, ...],
-        lists: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """`values`: INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; `lists`: LISTS.
-
-        Or DECODES alone.
-        """
-        if lists is not None:
-            for name, items in zip(LISTS, lists, strict=True):
-                if items:
-                    self.append_list(name, items)
+    def append(self, source: str, row: Row) -> None:
         self._sources.append(source)
-        self._rows.append(values)
+        self._rows.append(row)
         if len(self._rows) == CHUNK_ROWS:
-            self._chunks.append(_packed(self._rows))
-            self._rows = []
+            self._pack()
 
-    def append_list(self, name: str, items: Sequence[int]) -> None:
-        """One of LISTS for the row that comes next."""
+    def append_with(self, source: str, row: Row, lists: Sequence[Sequence[int]]) -> None:
+        """INTEGERS and RUN_INTEGERS, and LISTS."""
+        for name, items in zip(LISTS, lists, strict=True):
+            if items:
+                self._list(name, len(self._sources), items)
+        self.append(source, row)
+
+    def _list(self, name: str, row: int, items: Sequence[int]) -> None:
         self._lists[name].extend(items)
-        self._list_rows[name].extend((len(self._sources), len(items)))
+        self._list_rows[name].extend((row, len(items)))
+
+    def _pack(self) -> None:
+        first = len(self._sources) - len(self._rows)
+        width = len(DECODES)
+        for place, name in enumerate(DECODE_LISTS, start=width):
+            for i, row in enumerate(self._rows, start=first):
+                if len(row) < WIDTH and row[place]:
+                    self._list(name, i, row[place])
+        self._chunks.append(_packed(self._rows))
+        self._rows = []
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -115,7 +123,8 @@ class StepRows:
         import numpy as np
         import pyarrow as pa
 
-        chunks = [*self._chunks, _packed(self._rows)]
+        self._pack()
+        chunks = self._chunks
         arrays = {
             name: int_array(
                 np.concatenate([chunk[i].whole() for chunk in chunks]), SCHEMAS["steps"].get(name, "count")
@@ -139,18 +148,19 @@ class StepRows:
         return pa.Table.from_arrays([arrays[name] for name in schema.names], schema=schema)
 
 
-def _packed(rows: Sequence[tuple[int, ...]]) -> list[PackedInts]:
-    """Column by column; `rows` are WIDTH long, or DECODES."""
+def _packed(rows: Sequence[Row]) -> list[PackedInts]:
+    """Column by column."""
     import numpy as np
 
-    short = np.fromiter(map(len, rows), np.int64, len(rows)) == len(DECODES)
+    whole = np.fromiter(map(len, rows), np.int64, len(rows)) == WIDTH
     values = np.empty((len(rows), WIDTH), np.int64)
-    values[~short] = _matrix([row for row in rows if len(row) == WIDTH], WIDTH)
-    values[short] = _whole_rows(_matrix([row for row in rows if len(row) != WIDTH], len(DECODES)))
+    width = len(DECODES)
+    values[whole] = _matrix([row for row in rows if len(row) == WIDTH], WIDTH)
+    values[~whole] = _whole_rows(_matrix([row[:width] for row in rows if len(row) != WIDTH], width))
     return PackedInts.of_each(np.ascontiguousarray(values.T))
 
 
-def _matrix(rows: Sequence[tuple[int, ...]], width: int) -> Int64s:
+def _matrix(rows: Sequence[Row], width: int) -> Int64s:
     """[rows, width], by way of bytes: numpy looks at tuples much longer."""
     import numpy as np
 

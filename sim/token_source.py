@@ -47,33 +47,33 @@ def _key(kind: str, seed: int, name: object) -> int:
 class LengthPrompt:
     """A prompt given by its length and, for its leading part, by the ids of runs of tokens it shares with others."""
 
-    __slots__ = ("_name", "_prefix_ids", "_run", "_seed", "_shared", "_vocab_size", "num_tokens")
+    __slots__ = ("_seed", "_shared", "_spec", "_vocab_size", "num_tokens")
 
     def __init__(self, spec: RequestSpec, vocab_size: int, seed: int) -> None:
         self.num_tokens = spec.prompt_tokens
-        self._prefix_ids = spec.prefix_ids or ()
-        self._run = spec.prefix_block_tokens or 1
-        self._shared = min(len(self._prefix_ids) * self._run, spec.prompt_tokens)
-        self._name = spec.request_id
-        self._vocab_size = vocab_size
-        self._seed = seed
+        self._spec, self._vocab_size, self._seed = spec, vocab_size, seed
+        self._shared = 0
+        if spec.prefix_ids:
+            self._shared = min(len(spec.prefix_ids) * (spec.prefix_block_tokens or 1), spec.prompt_tokens)
 
     def token_ids(self) -> list[int]:
         ids: list[int] = []
-        for i, prefix_id in enumerate(self._prefix_ids):
-            length = min(self._run, self._shared - i * self._run)
+        run = self._spec.prefix_block_tokens or 1
+        for i, prefix_id in enumerate(self._spec.prefix_ids or ()):
+            length = min(run, self._shared - i * run)
             ids += _run_of_tokens(_key("prefix", self._seed, prefix_id), 0, length, self._vocab_size)
-        own = _key("prompt", self._seed, self._name)
+        own = _key("prompt", self._seed, self._spec.request_id)
         return ids + _run_of_tokens(own, self._shared, self.num_tokens, self._vocab_size)
 
     def content(self, start: int, stop: int) -> bytes | None:
         if stop > self._shared:
             return None
         pieces = []
+        names, size = self._spec.prefix_ids or (), self._spec.prefix_block_tokens or 1
         while start < stop:
-            run, offset = divmod(start, self._run)
-            end = min(stop, (run + 1) * self._run)
-            pieces.append(f"{self._prefix_ids[run]}:{offset}-{end - run * self._run}")
+            run, offset = divmod(start, size)
+            end = min(stop, (run + 1) * size)
+            pieces.append(f"{names[run]}:{offset}-{end - run * size}")
             start = end
         return named_content(pieces)
 

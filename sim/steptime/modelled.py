@@ -186,6 +186,12 @@ class ModelledStepTimer:
             None if self._graph_tokens is None else int(self._graph_tokens(features)[0]) or None,
         )
 
+    def device_ns(self, shape: StepShape) -> int:
+        """The same where the model says nothing else (`is_bare`)."""
+        duration = self._duration(shape)
+        # With anything else `cost` says what is wrong.
+        return duration if type(duration) is int and duration > 0 else self.cost(shape).device_ns
+
     def _one_of_many(self, shape: StepShape) -> int:
         return int(self.model.durations_ns(StepFeatures.of([shape]))[0])
 
