@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 
 from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads.spec import RequestSpec, Workload
@@ -14,7 +15,22 @@ def arrivals_of(workload: Workload, max_concurrency: int | None) -> Arrivals:
     return OpenLoop(workload) if is_open else Arrivals(workload, max_concurrency)
 
 
-class Arrivals:
+class Feed(ABC):
+    """Where an engine gets its requests from."""
+
+    due_ns: int | None = None
+    """When the next request is sent; None when none is known, or all that may be are in flight."""
+
+    @abstractmethod
+    def pop(self) -> tuple[RequestSpec, int]:
+        """The next request, and when it was sent."""
+
+    @abstractmethod
+    def finished(self, request_id: str, now_ns: int) -> None:
+        """A request has ended."""
+
+
+class Arrivals(Feed):
     """The client's side: requests that the workload has named and that have not been sent, earliest first."""
 
     def __init__(self, workload: Workload, max_concurrency: int | None) -> None:
@@ -24,8 +40,6 @@ class Arrivals:
         self._count = 0
         self._free = float("inf") if max_concurrency is None else max_concurrency
         self._free_since_ns = 0
-        self.due_ns: int | None = None
-        """When the next request is sent; None when none is known, or all that may be are in flight."""
         self._pull()
 
     def pop(self) -> tuple[RequestSpec, int]:

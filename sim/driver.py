@@ -15,7 +15,7 @@ from typing import Any, Generic
 
 import simpy
 
-from servetwin.sim.arrivals import arrivals_of
+from servetwin.sim.arrivals import Feed, arrivals_of
 from servetwin.sim.contract import SamplingParams, StepTimer
 from servetwin.sim.engine_core import Core, F
 from servetwin.sim.events import EventLog
@@ -43,7 +43,7 @@ class Driver(ABC, Generic[F]):
         env: simpy.Environment,
         core: Core[F],
         timer: StepTimer,
-        workload: Workload,
+        workload: Workload | Feed,
         log: EventLog,
         *,
         tokens: TokenSource,
@@ -56,7 +56,7 @@ class Driver(ABC, Generic[F]):
         self.env = env
         self.core = core
         self.log = log
-        self._arrivals = arrivals_of(workload, max_concurrency)
+        self._arrivals = workload if isinstance(workload, Feed) else arrivals_of(workload, max_concurrency)
         self._in_flight: dict[str, tuple[RequestSpec, Request]] = {}
         self._aborts: list[tuple[int, int, Request]] = []
         self._abort_count = 0
@@ -83,6 +83,8 @@ class Driver(ABC, Generic[F]):
     def run(self) -> Generator[simpy.Event, Any, None]:
         """Serves the workload to its end."""
         while True:
+            if (others := self._others()) is not None:
+                yield others
             yield from self._short_way()
             self._take_in(self.now)
             if self._aborts:
@@ -95,10 +97,9 @@ class Driver(ABC, Generic[F]):
                 continue
             frame = self.core.begin(self.now)
             if frame is None and not self.core.in_flight:
-                arrival = self._arrivals.due_ns
-                if arrival is None:
+                if (waiting := self._rest()) is None:
                     return
-                yield self._wait_until(min([arrival, *islice(self._cache_resets, 1)]))
+                yield waiting
                 continue
             if frame is not None:
                 if frame.is_idle and not self._runs_something(frame):
@@ -111,6 +112,17 @@ class Driver(ABC, Generic[F]):
                 if frame.has_tokens and self.core.has_room:
                     continue
             yield from self._complete()
+
+    # ------------------------------------------------------------ waiting
+
+    def _others(self) -> simpy.Event | None:
+        """What has to happen at this instant before arrivals are taken in, if anything."""
+        return None
+
+    def _rest(self) -> simpy.Event | None:
+        """Nothing is left to do: the next arrival, or whatever comes before it; None when nobody will come."""
+        arrival = self._arrivals.due_ns
+        return None if arrival is None else self._wait_until(min([arrival, *islice(self._cache_resets, 1)]))
 
     # ------------------------------------------------------------ a step
 
@@ -145,17 +157,24 @@ class Driver(ABC, Generic[F]):
         self.core.abandon(frame)
         self.log.sat_out(frame)
         times = [*islice(self._cache_resets, 1)]
-        if (arrival := self._arrivals.due_ns) is not None:
-            times.append(arrival)
         if self._aborts:
             times.append(self._aborts[0][0])
-        if not times:
-            left = ", ".join(sorted(self.core.scheduler.requests)[:5])
-            raise StalledError(
-                f"at {ns_to_seconds(self.now):.9g} s nothing can be scheduled and nothing will arrive; unfinished "
-                f"requests: {left}; {self._why_nobody_comes_in(frame.record)}"
-            )
-        return self._wait_until(min(times))
+        return self._sit_until(times, frame.record)
+
+    def _sit_until(self, times_ns: list[int], record: ScheduleRecord) -> simpy.Event:
+        """The next of these instants, or an arrival; raises StalledError when none will come."""
+        if (arrival := self._arrivals.due_ns) is not None:
+            times_ns.append(arrival)
+        if not times_ns:
+            raise self._stalled(record)
+        return self._wait_until(min(times_ns))
+
+    def _stalled(self, record: ScheduleRecord) -> StalledError:
+        left = ", ".join(sorted(self.core.scheduler.requests)[:5])
+        return StalledError(
+            f"at {ns_to_seconds(self.now):.9g} s nothing can be scheduled and nothing will arrive; unfinished "
+            f"requests: {left}; {self._why_nobody_comes_in(record)}"
+        )
 
     def _why_nobody_comes_in(self, record: ScheduleRecord) -> str:
         if record.head_reason is WaitReason.POLICY:
@@ -185,10 +204,13 @@ class Driver(ABC, Generic[F]):
                 self._tokens.add(spec)
                 core.add_request(request, now)
                 self._guard.progress()
-                log.arrived(spec, now, sent_ns=sent_ns)
+                self._log_arrival(spec, now, sent_ns)
                 if spec.abort_s is not None:
                     self._abort_count += 1
                     heapq.heappush(self._aborts, (seconds_to_ns(spec.abort_s), self._abort_count, request))
+
+    def _log_arrival(self, spec: RequestSpec, now: int, sent_ns: int) -> None:
+        self.log.arrived(spec, now, sent_ns=sent_ns)
 
     def _token_refusal(self, spec: RequestSpec) -> str | None:
         """A model has no embedding for an id outside its vocabulary."""

@@ -38,6 +38,10 @@ class Core(ABC, Generic[F]):
         self._tokens_for_sure = slots - config.num_lookahead_tokens
         """A request of no more tokens than these can run to its end."""
 
+    def number_from(self, step: int) -> None:
+        """Its first step is this one of the log."""
+        self._next_step = step
+
     def refusal(self, request: Request) -> str | None:
         """Why this request could never run to its end, in words; None when it can (`EngineConfig.refusal`)."""
         if request.max_total_tokens <= self._tokens_for_sure:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import simpy
 
+from servetwin.sim.arrivals import Feed
 from servetwin.sim.contract import StepResult, StepTimer
 from servetwin.sim.driver import Driver, SamplingOf
 from servetwin.sim.engine_core import EngineCore
@@ -40,7 +41,7 @@ class EngineProcess(Driver[Frame]):
         env: simpy.Environment,
         core: EngineCore,
         timer: StepTimer,
-        workload: Workload,
+        workload: Workload | Feed,
         log: EventLog,
         *,
         tokens: TokenSource,

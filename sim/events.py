@@ -124,17 +124,54 @@ class EventLog:
 
     # ------------------------------------------------------------ what the driver tells
 
-    def arrived(self, spec: RequestSpec, queued_ns: int, *, sent_ns: int | None = None) -> None:
+    def arrived(
+        self, spec: RequestSpec, queued_ns: int, *, sent_ns: int | None = None, again: bool = False
+    ) -> None:
         """The engine takes a request in; the event itself is dated to its arrival.
 
-        `sent_ns`: when the client sent it, if it held it back after its arrival.
+        `sent_ns`: when the client sent it, if it held it back after its arrival. `again`: it was lost by another engine
+        and begins anew.
         """
         request_id, arrival_ns = spec.request_id, seconds_to_ns(spec.arrival_s)
         sent_ns = arrival_ns if sent_ns is None else sent_ns
         self._open[request_id] = OpenRequest(spec, arrival_ns, sent_ns, queued_ns)
-        self._rows += 1
-        self._columns["events"].add((arrival_ns, request_id, "arrived", None, NEVER, 0, 0))
+        if not again:
+            self._rows += 1
+            self._columns["events"].add((arrival_ns, request_id, "arrived", None, NEVER, 0, 0))
+        elif queued_ns != NEVER:
+            self._event(queued_ns, request_id, "retried")
         self._waits.queued(request_id, queued_ns)
+
+    def taken_over(self, request: OpenRequest, queued_ns: int) -> None:
+        """The engine takes in a request whose prompt another has computed."""
+        request_id = request.spec.request_id
+        self._open[request_id] = request
+        self._event(queued_ns, request_id, "received")
+        self._waits.queued(request_id, queued_ns)
+
+    def lost(
+        self, request_id: str, now_ns: int, *, computed_tokens: int = 0, blocks: int = 0, final: bool
+    ) -> None:
+        """The engine is gone, and what the request had; unless `final` it begins anew elsewhere."""
+        self._event(now_ns, request_id, "lost", None, computed_tokens, blocks)
+        self._waits.left(request_id, now_ns)
+        if final:
+            self._ended(request_id, "lost", now_ns)
+        else:
+            self._take_back_gaps([self._open.pop(request_id)])
+
+    def contents_lost(self, now_ns: int) -> None:
+        """All blocks lose what they have."""
+        self._residencies.all_lost(now_ns)
+
+    def replica_changed(self, kind: str, now_ns: int, reason: str | None = None) -> None:
+        """The engine comes or goes."""
+        self._event(now_ns, None, kind, reason)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far."""
+        return self._steps
 
     def refused(self, spec: RequestSpec, now_ns: int, reason: str, *, sent_ns: int | None = None) -> None:
         """A request that can never run is turned away instead of queued; `sent_ns` as for `arrived`."""
@@ -392,7 +429,7 @@ class EventLog:
         for admitted in record.admitted:
             request = self._open[admitted.request_id]
             request.blocks = admitted.blocks
-            if not admitted.resumed:
+            if not admitted.resumed and request.first_scheduled_ns < 0:
                 request.first_scheduled_ns = now_ns
                 request.cached_tokens = admitted.hit_tokens
             kind = "resumed" if admitted.resumed else "scheduled"

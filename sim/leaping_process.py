@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 import simpy
 
+from servetwin.sim.arrivals import Arrivals, Feed
+from servetwin.sim.contract import StepShape
 from servetwin.sim.driver import Driver, SamplingOf
 from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import LinearHostModel
@@ -56,6 +60,52 @@ class _OverlappedInTheAir(NamedTuple):
     overlap: Overlap
 
 
+class _EvenPlan(NamedTuple):
+    """A leap that may begin."""
+
+    num_steps: int
+    start_ns: int
+    shape: StepShape
+    costs: LeapCosts
+    times: LeapTimes
+    schedule_ns: int
+    update_ns: int
+
+    def end_ns(self, steps: int) -> int:
+        """When so many of its steps are over."""
+        return self.start_ns + self.times.duration_ns(steps)
+
+    def steps_until(self, time_ns: int) -> int:
+        """Its steps up to the first boundary at or after an instant, one at least."""
+        return max(self.times.steps_until(time_ns - self.start_ns, self.num_steps), 1)
+
+    def begun_before(self, time_ns: int) -> int:
+        """Its steps that begin before an instant that it is in the air at."""
+        return self.steps_until(time_ns)
+
+
+class _OverlappedPlan(NamedTuple):
+    """The same with asynchronous scheduling."""
+
+    num_steps: int
+    start_ns: int
+    shape: StepShape
+    costs: LeapCosts
+    overlap: Overlap
+
+    def end_ns(self, steps: int) -> int:
+        return self.overlap.ends[steps - 1]
+
+    def steps_until(self, time_ns: int) -> int:
+        return min(bisect_left(self.overlap.ends, time_ns) + 1, self.num_steps)
+
+    def begun_before(self, time_ns: int) -> int:
+        return max(bisect_left(self.overlap.starts, time_ns), 1)
+
+
+LeapPlan = _EvenPlan | _OverlappedPlan
+
+
 class LeapingProcess(Driver[LightFrame]):
     """Arguments as for `Driver`. `leaps`: take many steps at once; without it the log is the same."""
 
@@ -64,7 +114,7 @@ class LeapingProcess(Driver[LightFrame]):
         env: simpy.Environment,
         core: LeapingCore,
         timer: ModelledStepTimer,
-        workload: Workload,
+        workload: Workload | Feed,
         log: EventLog,
         *,
         tokens: TokenSource,
@@ -105,6 +155,9 @@ class LeapingProcess(Driver[LightFrame]):
         """Where steps follow each other, one at a time, and take what the model says and no more."""
         timer = self._timer
         waits = timer.turnaround_ns > 0 and not timer.overlaps_preparation
+        if not isinstance(self._arrivals, Arrivals):
+            # What comes is not known ahead.
+            return None
         if self._overlaps or not self._host_is_free or not timer.is_bare or waits or self._logs_blocks:
             return None
         client = Client(self._arrivals, self._take_in, self._ended, self._interrupts, self._on_progress)
@@ -172,14 +225,22 @@ class LeapingProcess(Driver[LightFrame]):
     # ------------------------------------------------------------ leaps
 
     def _leap(self) -> simpy.Event | None:
+        plan = self._plan_leap(self._next_event_ns())
+        if plan is None:
+            return None
+        self._take_off(plan, plan.num_steps)
+        return self.env.timeout(plan.end_ns(plan.num_steps) - plan.start_ns)
+
+    def _plan_leap(self, event_ns: int | None, most: int = sys.maxsize) -> LeapPlan | None:
+        """The leap that can begin now, of at most so many steps; nothing has changed yet."""
         scheduler, in_flight = self._scheduler, len(self._submitted)
         if not self._leaps or in_flight != self._overlaps:
             return None
-        most = scheduler.leap_length()
+        most = min(scheduler.leap_length(), most)
         if not most:
             return None
         if in_flight:
-            return self._leap_overlapped(most)
+            return self._plan_overlapped(most, event_ns)
         now, timeline = self.now, self._timeline
         shape = scheduler.leap_shape()
         schedule_ns = update_ns = 0
@@ -189,23 +250,32 @@ class LeapingProcess(Driver[LightFrame]):
         if timeline.prepare_start(now + schedule_ns) != now + between_ns:
             # The worker is not ready yet: the first step would be longer than its like.
             return None
-        event_ns = self._next_event_ns()
         costs = self._timer.leap_costs(shape, most, None if event_ns is None else event_ns - now)
-        cost = costs.first
-        times = costs.times(between_ns + cost.prepare_ns + update_ns)
+        times = costs.times(between_ns + costs.first.prepare_ns + update_ns)
         steps = self._num_steps(times, costs.num_steps, event_ns, now)
-        if not steps:
-            return None
-        block_log = self._block_log(lambda i: now + times.duration_ns(i)) if self._logs_blocks else None
-        leap = scheduler.leap(steps, shape, block_log)
+        return _EvenPlan(steps, now, shape, costs, times, schedule_ns, update_ns) if steps else None
+
+    def _take_off(self, plan: LeapPlan, steps: int) -> None:
+        """Takes so many steps of a planned leap."""
+        if isinstance(plan, _OverlappedPlan):
+            self._take_off_overlapped(plan, steps)
+            return
+        start_ns, times, costs = plan.start_ns, plan.times, plan.costs
+        block_log = (
+            self._block_log(lambda i: start_ns + times.duration_ns(i), start_ns)
+            if self._logs_blocks
+            else None
+        )
+        leap = self._scheduler.leap(steps, plan.shape, block_log)
         leap.growth_ns, leap.each_device_ns = costs.growth_ns, costs.each_ns[:steps]
-        duration_ns = times.duration_ns(steps)
-        first = timeline.submit(now + schedule_ns, schedule_ns, cost.prepare_ns, cost.device_ns)
-        first.update_ns = update_ns
-        timeline.skip_to(now + duration_ns - update_ns)
-        last = self._engine.leapt(leap, now)
-        self._in_the_air = _InTheAir(leap, now, cost, first, last, now + duration_ns)
-        return self.env.timeout(duration_ns)
+        end_ns, cost, timeline = plan.end_ns(steps), costs.first, self._timeline
+        first = timeline.submit(
+            start_ns + plan.schedule_ns, plan.schedule_ns, cost.prepare_ns, cost.device_ns
+        )
+        first.update_ns = plan.update_ns
+        timeline.skip_to(end_ns - plan.update_ns)
+        last = self._engine.leapt(leap, start_ns)
+        self._in_the_air = _InTheAir(leap, start_ns, cost, first, last, end_ns)
 
     def _land(self) -> None:
         landed, self._in_the_air = self._in_the_air, None
@@ -228,23 +298,28 @@ class LeapingProcess(Driver[LightFrame]):
             self._land()
         self.log.woke(self._scheduler.rouse_all())
 
-    def _leap_overlapped(self, most: int) -> simpy.Event | None:
+    def _plan_overlapped(self, most: int, event_ns: int | None) -> _OverlappedPlan | None:
         """Asynchronous scheduling: a leap that ends with its last step in flight."""
-        now, event_ns = self.now, self._next_event_ns()
+        now = self.now
         shape = self._scheduler.leap_shape()
         costs = self._timer.leap_costs(shape, most, None if event_ns is None else event_ns - now)
         before = self._submitted[0]
         before.times.update_ns = self._host.update_of(before.frame.shape.rows)
-        overlap = Overlap(self._timeline, self._host, shape.rows, costs)
-        steps = overlap.run(now, before.times, event_ns, self._aborts[0][0] if self._aborts else None)
-        if not steps:
-            return None
-        block_log = self._block_log(overlap.starts.__getitem__) if self._logs_blocks else None
-        leap = self._scheduler.leap(steps, shape, block_log)
+        overlap = Overlap(self._timeline.copy(), self._host, shape.rows, costs)
+        steps = overlap.run(now, before.times, event_ns, self._abort_ns())
+        return _OverlappedPlan(steps, now, shape, costs, overlap) if steps else None
+
+    def _take_off_overlapped(self, plan: _OverlappedPlan, steps: int) -> None:
+        overlap = plan.overlap
+        if steps < plan.num_steps:
+            overlap.cut(self._timeline, steps)
+        else:
+            self._timeline = overlap.timeline
+        block_log = self._block_log(overlap.starts.__getitem__, plan.start_ns) if self._logs_blocks else None
+        leap = self._scheduler.leap(steps, plan.shape, block_log)
         last = self._engine.leapt_over(leap, overlap.starts[-1])
-        self._submitted.append(Submitted(last, costs.cost(steps - 1), overlap.times[-1]))
-        self._in_the_air = _OverlappedInTheAir(leap, costs, overlap)
-        return self.env.timeout(overlap.ends[-1] - now)
+        self._submitted.append(Submitted(last, plan.costs.cost(steps - 1), overlap.times[-1]))
+        self._in_the_air = _OverlappedInTheAir(leap, plan.costs, overlap)
 
     def _land_overlapped(self, landed: _OverlappedInTheAir) -> None:
         leap, costs, overlap = landed
@@ -276,9 +351,10 @@ class LeapingProcess(Driver[LightFrame]):
             leap, costs.first, self._timer.source, overlap.starts[0], times[0], leap.each_end_ns[-1], outputs
         )
 
-    def _block_log(self, start_of: Callable[[int], int]) -> Callable[[int], None]:
-        """Tells the log what became of blocks in a step of a leap."""
-        self._log_blocks()
+    def _block_log(self, start_of: Callable[[int], int], start_ns: int) -> Callable[[int], None]:
+        """Tells the log what became of blocks in a step of a leap that begins at `start_ns`."""
+        if changes := self.core.drain_block_changes():
+            self.log.block_changes(changes, start_ns)
 
         def begun(step: int) -> None:
             changes = self.core.drain_block_changes()
@@ -297,8 +373,11 @@ class LeapingProcess(Driver[LightFrame]):
     def _num_steps(self, times: LeapTimes, most: int, event_ns: int | None, now: int) -> int:
         """Up to the first boundary at or after the next event; aborts must lie behind the last boundary."""
         steps = most if event_ns is None else times.steps_until(event_ns - now, most)
-        if self._aborts:
-            abort_ns = self._aborts[0][0] - now
-            if times.duration_ns(steps) >= abort_ns:
-                steps = times.steps_until(abort_ns, steps) - 1
+        abort_ns = self._abort_ns()
+        if abort_ns is not None and times.duration_ns(steps) >= abort_ns - now:
+            steps = times.steps_until(abort_ns - now, steps) - 1
         return steps
+
+    def _abort_ns(self) -> int | None:
+        """Before this instant every leap must be over."""
+        return self._aborts[0][0] if self._aborts else None

@@ -120,6 +120,8 @@ class LeapingScheduler(Scheduler):
         head, reason = step.record.head, step.record.head_reason
         if head is None or step.asked or step.record.preempted or self._order_changes:
             return None
+        if self.requests[head].num_external_tokens:
+            return None
         if reason is WaitReason.SEATS:
             return 0
         # With prefix caching every refusal is a look-up that counts, and what it finds may change.
@@ -159,6 +161,10 @@ class LeapingScheduler(Scheduler):
         rows = self.calendar.num_rows
         context, longest = self.calendar.context(self.number)
         return StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
+
+    def blocks_begun(self, num_steps: int) -> int:
+        """Blocks that so many steps of a leap from the next one on take."""
+        return sum(len(self.calendar.beginning_block(self._number + i)) for i in range(num_steps))
 
     def _steps_with_blocks(self, most: int, blocks: int) -> int:
         """So many steps from the next one on, or those before the first that these blocks are too few for."""

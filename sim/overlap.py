@@ -19,7 +19,9 @@ class Overlap:
         self.ends: list[int] = []
         self.times: list[StepTimes] = []
         self.device_ns: list[int] = []
-        self._timeline, self._costs = timeline, costs
+        self.timeline = timeline
+        """Of the engine, after the steps."""
+        self._costs = costs
         self._schedule_ns, self._update_ns = host.schedule_of(rows, 0), host.update_of(rows)
 
     def run(self, now: int, in_flight: StepTimes, event_ns: int | None, abort_ns: int | None) -> int:
@@ -31,7 +33,7 @@ class Overlap:
             if abort_ns is not None and end >= abort_ns:
                 break
             device_ns = self._costs.device_ns(i)
-            before = self._timeline.submit(
+            before = self.timeline.submit(
                 submitted, self._schedule_ns, self._costs.first.prepare_ns, device_ns
             )
             before.update_ns = update_ns = self._update_ns
@@ -43,3 +45,12 @@ class Overlap:
             if event_ns is not None and end >= event_ns:
                 break
         return len(self.starts)
+
+    def cut(self, timeline: Timeline, num_steps: int) -> None:
+        """Keeps the first steps only; `timeline`: of the engine before any of them, which now knows these."""
+        for kept in (self.starts, self.ends, self.times, self.device_ns):
+            del kept[num_steps:]
+        self.timeline = timeline
+        for start, device_ns in zip(self.starts, self.device_ns, strict=True):
+            submitted = start + self._schedule_ns
+            timeline.submit(submitted, self._schedule_ns, self._costs.first.prepare_ns, device_ns)

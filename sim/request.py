@@ -65,6 +65,7 @@ class Request:
         "max_tokens",
         "max_total_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_hashed_blocks",
         "num_output_placeholders",
         "num_preemptions",
@@ -122,6 +123,8 @@ class Request:
         """Known tokens: prompt and outputs."""
         self.num_computed_tokens = 0
         """Tokens with K/V in the cache, those of the steps in flight included."""
+        self.num_external_tokens = 0
+        """Leading tokens whose K/V another engine has computed and sent; they need blocks here, and no step."""
         self.spec_token_ids: list[int] = []
         """Drafts to be verified in its next step (-1 where only the worker knows them)."""
         self.num_output_placeholders = 0

@@ -26,7 +26,7 @@ class Residency:
     peak_references: int = 1
     to_ns: int | None = None
     ended: str | None = None
-    """"freed", "evicted", "reused"."""
+    """"freed", "evicted", "reused", "lost" (with its engine)."""
 
 
 class ResidencyTracker:
@@ -56,6 +56,11 @@ class ResidencyTracker:
                 raise ValueError(
                     f"block {change.block_id}: kind {change.kind!r}; allowed: take hash touch release evict forget"
                 )
+
+    def all_lost(self, now_ns: int) -> None:
+        """The engine is gone: every residency ends, in order of beginning."""
+        for residency in sorted(self._open.values(), key=lambda r: r.from_ns):
+            self._end(residency.block_id, "lost", now_ns)
 
     def close(self) -> None:
         """The log ends: what is still in its block is emitted without an end, in order of beginning."""

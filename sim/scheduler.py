@@ -287,6 +287,8 @@ class Scheduler:
         hits = self.kv.get_computed_blocks(request)
         if self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
+        if request.num_external_tokens:
+            return self._try_to_take_over(request, hits, step, now)
         num_tokens = self._first_tokens(request, len(hits) * self.kv.block_size, step.budget)
         if num_tokens is None:
             return WaitReason.BUDGET
@@ -300,6 +302,31 @@ class Scheduler:
         if not self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
         self._admit(request, num_tokens, hits, step, now)
+        return None
+
+    def _try_to_take_over(self, request: Request, hits: list[int], step: Step, now: int) -> WaitReason | None:
+        """The same for a request that brings K/V from another engine: blocks for all of it, one token to compute.
+
+        As with vLLM's KV connectors the last token of the prompt is computed here, to have logits. A preemption loses
+        what was brought.
+        """
+        hit_tokens = len(hits) * self.kv.block_size
+        ahead = max(request.num_external_tokens, hit_tokens)
+        num_tokens = min(self._clamp_long_prefill(request.num_tokens - ahead), step.budget)
+        if self._gate and not self.kv.full_sequence_fits(request, hits):
+            fits = self.kv.chunk_fits(request, ahead - hit_tokens + num_tokens, hits)
+            return WaitReason.GATE if fits else WaitReason.BLOCKS
+        room = ahead - hit_tokens + num_tokens
+        if (
+            self.kv.allocate_slots(request, room, hits, num_lookahead_tokens=self._admission_lookahead)
+            is None
+        ):
+            return WaitReason.BLOCKS
+        if not self._counts_refused_lookups:
+            self._count_lookup(request, hits, step)
+        request.num_external_tokens = 0
+        self._admit(request, num_tokens, hits, step, now)
+        request.num_computed_tokens = ahead
         return None
 
     def _first_tokens(self, request: Request, hit_tokens: int, budget: int) -> int | None:

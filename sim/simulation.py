@@ -77,7 +77,7 @@ def simulate(
             timer,
             workload,
             log,
-            sampling=_stop_rules_of(config),
+            sampling=stop_rules_of(config),
             host=host,
             on_progress=on_progress,
             leaps=leaps,
@@ -122,6 +122,15 @@ def why_stepped(
     return None
 
 
+def progress_observer(on_progress: OnProgress, env: simpy.Environment) -> StepObserver:
+    """Tells of progress by simulated time `env`, step by step."""
+
+    def observe(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
+        on_progress(1, len(outputs.finished), int(env.now))
+
+    return observe
+
+
 def _both(on_step: StepObserver | None, on_progress: OnProgress | None) -> StepObserver | None:
     """One observer of steps for both."""
     if on_progress is None:
@@ -158,7 +167,7 @@ def sampling_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:
     return sampling
 
 
-def _stop_rules_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:
+def stop_rules_of(config: RunConfig) -> Callable[[RequestSpec], SamplingParams]:
     """The same where nobody samples: requests with the same rules share their parameters."""
     known: dict[tuple[Any, ...], SamplingParams] = {}
     sampling = sampling_of(config)

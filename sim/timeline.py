@@ -35,6 +35,12 @@ class Timeline:
         self._worker_free_ns = 0
         self._device_free_ns = 0
 
+    def copy(self) -> Timeline:
+        """Another one that goes on from the same instant."""
+        other = Timeline(overlaps_preparation=self._overlaps_preparation, turnaround_ns=self._turnaround_ns)
+        other._worker_free_ns, other._device_free_ns = self._worker_free_ns, self._device_free_ns
+        return other
+
     def submit(self, now_ns: int, schedule_ns: int, prepare_ns: int, device_ns: int) -> StepTimes:
         """A step is handed to the worker at `now_ns`, after everything submitted before."""
         prepare_start = self.prepare_start(now_ns)

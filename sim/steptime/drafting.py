@@ -7,6 +7,7 @@ are right independently of each other, each with the same probability; a wrong o
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from hashlib import blake2b
 
 from servetwin.sim.contract import DraftTokenIds, ModelRunnerOutput, SchedulerOutput
@@ -40,6 +41,12 @@ class DraftModel:
         self._reports_drafts = reports_drafts
         self._seed = seed
         self._num_outputs: Counter[str] = Counter()
+
+    def another(self) -> DraftModel:
+        """One like it for another engine."""
+        other = copy(self)
+        other._num_outputs = Counter()
+        return other
 
     def run(
         self, plan: SchedulerOutput, rows: list[PlanRow]

@@ -147,6 +147,13 @@ class ModelledStepTimer:
         self.source = source
         self._reader = PlanReader()
 
+    def another(self) -> ModelledStepTimer:
+        """One like it for another engine."""
+        drafts = None if self.drafts is None else self.drafts.another()
+        other = ModelledStepTimer(self.model, self._tokens, self.source, drafts)
+        other.overlaps_preparation, other.turnaround_ns = self.overlaps_preparation, self.turnaround_ns
+        return other
+
     def run(self, plan: SchedulerOutput) -> StepResult:
         rows = self._reader.rows(plan)
         shape = shape_of(rows, num_admitted(plan))
