@@ -164,7 +164,7 @@ class LeapingScheduler(Scheduler):
 
     def blocks_begun(self, num_steps: int) -> int:
         """Blocks that so many steps of a leap from the next one on take."""
-        return sum(len(self.calendar.beginning_block(self._number + i)) for i in range(num_steps))
+        return sum(len(self.calendar.beginning_block(self.number + i)) for i in range(num_steps))
 
     def _steps_with_blocks(self, most: int, blocks: int) -> int:
         """So many steps from the next one on, or those before the first that these blocks are too few for."""
