@@ -1,17 +1,38 @@
-"""Which process writes a run, and whether it still lives: what tells a running run from a killed one."""
+"""Which process does a work, whether it still lives (what tells a running run from a killed one), and how long."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 STATE, START = 0, 19
 """Places in `/proc/PID/stat` after the command's closing bracket: state, start in clock ticks since boot."""
 ENDED = ("Z", "X")
 """States of a process that runs no more (zombie, dead)."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a call returned, and where and when."""
+
+    value: Any
+    wall_time_s: float
+    host: str
+    date: str
+    """Of its end, in UTC."""
+
+
+def measured(call: Callable[[], Any]) -> Measured:
+    """Calls it. For records of work done, which tell by these names what differs between equal works."""
+    start = perf_counter()
+    value = call()
+    return Measured(value, perf_counter() - start, platform.node(), datetime.now(UTC).isoformat())
 
 
 def this_process() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import orjson
 
@@ -36,7 +37,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_whole(path: Path, content: bytes | memoryview | pa.Buffer) -> None:
     """Writes a file so that `path` either has all of it or is as before, also after a loss of power."""
-    temporary = path.with_name(path.name + TEMPORARY)
+    # A name of its own: another process may be writing the same file.
+    temporary = path.with_name(f"{path.name}.{uuid4().hex}{TEMPORARY}")
     with writing(path):
         try:
             with temporary.open("wb") as f:

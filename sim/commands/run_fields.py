@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
@@ -37,7 +38,7 @@ class RunField(NamedTuple):
 def groups() -> Mapping[str, Any]:
     """Parameter of `run` -> its group of flags at their defaults; of `flags`, those that make a run what it is."""
     parameters = inspect.signature(run).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    defaults = {p.name: p.default for p in parameters if is_dataclass(p.default)}
     return {
         name: SimulationFlags() if isinstance(default, RunFlags) else default
         for name, default in defaults.items()
@@ -74,7 +75,7 @@ def parsed(name: str, value: Any) -> Any:
     """The value of a field, from a text as typed or from a Python value. Raises UsageError like the command line."""
     one = run_field(name)
     if value is None or value == ():
-        if value != one.default and not (value is None and _takes_none(name)):
+        if value != one.default and not (value is None and takes_none(name)):
             raise UsageError(f"{spelled(name)}: must have a value, got {value!r}")
         return value
     command = _command_for(name)
@@ -95,8 +96,20 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _takes_none(name: str) -> bool:
-    return type(None) in getattr(_type_of(name), "__args__", ())
+def takes_none(name: str) -> bool:
+    """The field may be without a value."""
+    return type(None) in kinds_of(name)
+
+
+def kinds_of(name: str) -> set[Any]:
+    """The types that the value of a field may have."""
+    kind = _type_of(name)
+    return {*getattr(kind, "__args__", ())} if isinstance(kind, UnionType) else {kind}
+
+
+def is_whole(name: str) -> bool:
+    """Its numbers are whole ones."""
+    return float not in kinds_of(name)
 
 
 def _type_of(name: str) -> Any:
@@ -111,8 +124,7 @@ def _notes(name: str) -> tuple[Any, ...]:
 
 def _is_many(name: str) -> bool:
     """It holds a tuple."""
-    kinds = (_type_of(name), *getattr(_type_of(name), "__args__", ()))
-    return any(getattr(kind, "__origin__", None) is tuple for kind in kinds)
+    return any(getattr(kind, "__origin__", None) is tuple for kind in kinds_of(name))
 
 
 def _tokens(name: str, value: Any) -> list[str]:

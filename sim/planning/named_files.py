@@ -15,28 +15,35 @@ from servetwin.sim.runs import WORKLOAD
 from servetwin.sim.steptime.shipped import shipped_profiles
 
 CHUNK_BYTES = 1 << 20
+READ_IN_PART = {"model": "config.json", "workload": WORKLOAD}
+"""Field -> the file of a folder that alone is read, where there is one."""
 _ATTRIBUTE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """module:attribute"""
 
 
-def digests(values: Mapping[str, Any]) -> dict[str, str]:
-    """Field -> sha256 (hex) of what its value names; values that name nothing on disk are left out.
+class FileDigests:
+    """Digests of files and folders, each read once."""
 
-    `values`: Paths, and texts: the workload, the executor, and module:attribute may name a file, too.
-    """
-    found = {name: _digest(name, value) for name, value in values.items() if isinstance(value, str | Path)}
-    return {name: digest for name, digest in found.items() if digest is not None}
+    def __init__(self) -> None:
+        self._known: dict[tuple[str | None, Path], str] = {}
 
+    def of(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """Field -> sha256 (hex) of what its value names; values that name nothing on disk are left out.
 
-def _digest(name: str, value: str | Path) -> str | None:
-    path = _path_of(name, value)
-    if path is None:
-        return None
-    total = hashlib.sha256()
-    for file in _files(name, path):
-        total.update(str(file.relative_to(path)).encode() + b"\0")
-        total.update(_bytes_digest(file))
-    return total.hexdigest()
+        `values`: Paths, and texts: the workload, the executor, and module:attribute may name a file, too.
+        """
+        named = {name: _path_of(name, v) for name, v in values.items() if isinstance(v, str | Path)}
+        return {name: self._digest(name, path) for name, path in named.items() if path is not None}
+
+    def _digest(self, name: str, path: Path) -> str:
+        key = (READ_IN_PART.get(name), path)
+        if key not in self._known:
+            total = hashlib.sha256()
+            for file in _files(name, path):
+                total.update(str(file.relative_to(path)).encode() + b"\0")
+                total.update(_bytes_digest(file))
+            self._known[key] = total.hexdigest()
+        return self._known[key]
 
 
 def _path_of(name: str, value: str | Path) -> Path | None:
@@ -65,7 +72,7 @@ def _files(name: str, path: Path) -> Iterator[Path]:
     """The files that are read, in a fixed order: of a model's folder its configuration, of a run as workload its
     requests alone.
     """
-    alone = path / {"model": "config.json", "workload": WORKLOAD}.get(name, "")
+    alone = path / READ_IN_PART.get(name, "")
     if not path.is_dir():
         yield path
     elif alone.is_file():

@@ -61,7 +61,8 @@ def prepare(spec: RunSpec) -> PreparedRun:
         workload = request.load.open(spec["seed"])
         engine = build_engine(request.engine, spec["executor"], spec["step_time_s"], spec["seed"])
     about = workload.about
-    notes += [*about.get("notes", ()), *engine.notes, *(f"assumed: {text}" for text in engine.assumed)]
+    notes += [f"note: {text}" for text in (*about.get("notes", ()), *engine.notes)]
+    notes += [f"assumed: {text}" for text in engine.assumed]
     return PreparedRun(request, run_config(request, engine), workload, engine, tuple(notes))
 
 

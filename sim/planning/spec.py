@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Self
 
 import orjson
@@ -15,7 +16,7 @@ from servetwin.sim.commands.flags import RunFlags
 from servetwin.sim.commands.loading import Load
 from servetwin.sim.commands.run_fields import groups, parsed, plain, run_field
 from servetwin.sim.commands.running import RunRequest
-from servetwin.sim.planning.named_files import digests
+from servetwin.sim.planning.named_files import FileDigests
 from servetwin.sim.runs import SCHEMA_VERSION
 
 WORKLOAD = "workload"
@@ -44,7 +45,7 @@ class RunSpec:
         return spec._with_group("engine", replace(engine, vllm_args=None))
 
     @classmethod
-    def from_fields(cls, workload: str | None = None, **values: Any) -> Self:
+    def from_fields(cls, workload: str | Path | None = None, **values: Any) -> Self:
         """From single fields. Raises UsageError as `with_` does."""
         spec = cls(None if workload is None else str(workload), tuple(groups().values()))
         spec = spec.with_(**values)
@@ -95,23 +96,24 @@ class RunSpec:
         mine, theirs = self.to_json(), other.to_json()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
-    def content_hash(self) -> str:
+    def content_hash(self, known: FileDigests | None = None) -> str:
         """sha256 (hex) of everything that the figures of this run depend on.
 
-        The fields, the bytes of the files that they name, this version, and that of the log.
+        The fields, the bytes of the files that they name, this version, and that of the log. `known`: files that were
+        read before are not read again.
         """
         content = {
             "spec": self.to_json(),
-            "files": self.file_digests(),
+            "files": self.file_digests(known),
             "version": version("servetwin"),
             "log_schema": SCHEMA_VERSION,
         }
         return hashlib.sha256(orjson.dumps(content, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
-    def file_digests(self) -> dict[str, str]:
+    def file_digests(self, known: FileDigests | None = None) -> dict[str, str]:
         """Field -> sha256 of the file, folder or module that its value names."""
         values = {name: value for group in self.groups for name, value in vars(group).items()}
-        return digests({WORKLOAD: self.workload, **values})
+        return (known or FileDigests()).of({WORKLOAD: self.workload, **values})
 
     def request(self) -> RunRequest:
         """The command line of `run` that this is, writing nothing."""

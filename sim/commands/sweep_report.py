@@ -1,0 +1,161 @@
+"""What a person sees of a sweep: progress on stderr, a table of its points on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from servetwin.sim.commands.show import results_console
+from servetwin.sim.planning.results import FAILED, Results, by_point
+from servetwin.sim.planning.sweep import Ended
+
+SHOWN = (
+    ("request_throughput", "requests\n/s"),
+    ("output_throughput", "output\ntokens/s"),
+    ("mean_ttft_ms", "TTFT\nmean"),
+    ("p99_ttft_ms", "TTFT\np99"),
+    ("mean_tpot_ms", "TPOT\nmean"),
+    ("p99_tpot_ms", "TPOT\np99"),
+)
+"""Columns of the table on the screen."""
+MOST_ROWS = 40
+
+
+class SweepProgress:
+    """A progress bar of ended runs, with the time that is left."""
+
+    def __init__(self, total: int) -> None:
+        fixed = Column(no_wrap=True)
+        self._failed = self._reused = 0
+        self._progress = Progress(
+            TextColumn("sweep", table_column=fixed),
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} runs", table_column=fixed),
+            TextColumn("{task.fields[told]}", table_column=fixed),
+            TextColumn("ETA", table_column=fixed),
+            TimeRemainingColumn(table_column=fixed),
+            TimeElapsedColumn(table_column=fixed),
+            console=Console(stderr=True),
+            speed_estimate_period=120,
+        )
+        self._task = self._progress.add_task("", total=total, told="")
+
+    def __enter__(self) -> SweepProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def ended(self, ended: Ended) -> None:
+        """One more."""
+        self._failed += ended.record.error is not None
+        self._reused += ended.reused
+        told = {"failed": self._failed, "reused": self._reused}
+        words = ", ".join(f"{number} {word}" for word, number in told.items() if number)
+        self._progress.update(self._task, advance=1, told=words)
+
+
+def describe(results: Results) -> dict[str, Any]:
+    """The sweep as JSON values: what it is, its points with the means over their seeds, and the best of them."""
+    about = dict(results.about)
+    return {**about, "points": _points(results), "best": best(results)}
+
+
+def best(results: Results) -> dict[str, Any] | None:
+    """The point whose objective is smallest (largest); None without an objective or a point that has one."""
+    name = results.about["objective"]
+    points = [
+        point
+        for point in _points(results)
+        if name and point.get(name) is not None and not point["failed_runs"]
+    ]
+    if not points:
+        return None
+    choose = max if results.about["direction"] == "maximize" else min
+    found: dict[str, Any] = choose(points, key=lambda point: point[name])
+    return found
+
+
+def _points(results: Results) -> list[dict[str, Any]]:
+    objective = results.about["objective"]
+    names = ["completed", *(name for name, _ in SHOWN)]
+    names += [objective] if objective and objective not in names else []
+    frame = by_point(results)
+    columns = ["point", *results.parameters, "runs", "failed_runs", *(n for n in names if n in frame.columns)]
+    rows = frame[list(dict.fromkeys(columns))].astype(object)
+    return [{str(k): v for k, v in row.items()} for row in rows.where(rows.notna(), None).to_dict("records")]
+
+
+def show(results: Results, file: Path) -> None:
+    """The table of points, what failed, and the best."""
+    points = _points(results)
+    objective = results.about["objective"]
+    shown = [*SHOWN]
+    if objective and objective not in dict(SHOWN):
+        shown.append((objective, objective))
+    seeds = results.about["seeds"]
+    mean = f", means over {seeds} seeds" if seeds > 1 else ""
+    table = _table(f"Points{mean}; TTFT and TPOT in ms", results.parameters)
+    for _, title in shown:
+        table.add_column(title, justify="right")
+    for point in points[:MOST_ROWS]:
+        cells = ["no data" if point.get(name) is None else _cell(point[name]) for name, _ in shown]
+        if point["failed_runs"]:
+            cells[0] = f"{point['failed_runs']} failed"
+        table.add_row(*(_cell(point[name]) for name in results.parameters), *cells)
+    console = _printed(table, len(points))
+    frame = results.frame
+    failed = frame[frame.state == FAILED]
+    if len(failed):
+        console.print(
+            f"failed: {len(failed)} of {len(frame)} runs; run {failed.run.iloc[0]}: {failed.error.iloc[0]}"
+        )
+    found = best(results)
+    if found is not None:
+        chosen = ", ".join(f"{name} {_cell(found[name])}" for name in results.parameters)
+        console.print(
+            f"best {objective} ({results.about['direction']}): {_cell(found[objective])} with {chosen}"
+        )
+    console.print(f"all runs     {file}", soft_wrap=True)
+
+
+def show_points(points: Sequence[Mapping[str, Any]]) -> None:
+    """The points that would be run."""
+    table = _table("Points", list(points[0]))
+    for point in points[:MOST_ROWS]:
+        table.add_row(*map(_cell, point.values()))
+    if points[0]:
+        _printed(table, len(points))
+
+
+def _table(title: str, parameters: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in parameters:
+        table.add_column(name)
+    return table
+
+
+def _printed(table: Table, num_points: int) -> Console:
+    """Numbers are never cut: a narrower terminal breaks the lines."""
+    console = results_console()
+    console.width = max(console.width, console.measure(table).maximum)
+    console.print(table)
+    if num_points > MOST_ROWS:
+        console.print(f"and {num_points - MOST_ROWS} more points")
+    return console
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, float) and isfinite(value):
+        return f"{value:,.0f}" if value.is_integer() or abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)

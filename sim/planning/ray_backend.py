@@ -1,0 +1,70 @@
+"""Runs of a sweep on a Ray cluster. Ray is found by its name; nothing of the product needs it otherwise."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from itertools import islice
+from typing import Any
+
+from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.planning.backends import AHEAD, WAIT_S, OnWait
+from servetwin.sim.planning.worker import Task, carry_out, lost
+
+AUTO = "auto"
+"""The cluster that runs on this machine, or that RAY_ADDRESS names."""
+
+
+class RayCluster:
+    """An existing cluster, of which every run takes one processor.
+
+    Its machines need the product and the files that runs name, under the same paths.
+    """
+
+    def __init__(self, address: str | None, jobs: int | None, on_wait: OnWait) -> None:
+        """`jobs`: runs at one time (None: as many as there are processors). Raises UsageError, ConnectionError."""
+        try:
+            self._ray: Any = import_module("ray")
+        except ModuleNotFoundError as e:
+            raise UsageError("--backend ray needs the package ray: pip install 'servetwin[ray]'") from e
+        address = address or AUTO
+        try:
+            self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
+        except (ConnectionError, ValueError) as e:
+            where = "--backend ray" if address == AUTO else f"--ray-address {address}"
+            raise ConnectionError(
+                f"{where}: no Ray cluster answers there; `ray start --head` starts one, `--ray-address HOST:PORT` "
+                "names another"
+            ) from e
+        self._on_wait = on_wait
+        self._jobs = jobs or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+        self._remote = self._ray.remote(num_cpus=1)(carry_out)
+        self._at_once = self._jobs if jobs else AHEAD * self._jobs
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[bytes]:
+        rest = iter(tasks)
+        running: dict[Any, Task] = {}
+        try:
+            while True:
+                for task in islice(rest, self._at_once - len(running)):
+                    running[self._remote.remote(task)] = task
+                if not running:
+                    return
+                done, _ = self._ray.wait([*running], num_returns=1, timeout=WAIT_S)
+                self._on_wait()
+                for reference in done:
+                    yield self._record(reference, running.pop(reference))
+        finally:
+            for reference in running:
+                self._ray.cancel(reference, force=True)
+
+    def _record(self, reference: Any, task: Task) -> bytes:
+        try:
+            content: bytes = self._ray.get(reference)
+        except self._ray.exceptions.RayError as e:
+            return lost(task, f"{type(e).__name__}: {' '.join(str(e).split())}")
+        return content
+
+    def close(self) -> None:
+        self._ray.shutdown()
