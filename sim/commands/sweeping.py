@@ -14,7 +14,7 @@ from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.show import print_json, say
 from servetwin.sim.commands.sweep import SweepFlags
 from servetwin.sim.commands.sweep_report import SweepProgress, describe, show
-from servetwin.sim.planning.backends import default_jobs
+from servetwin.sim.planning.backends import Backend, default_jobs
 from servetwin.sim.planning.definition import SweepDefinition
 from servetwin.sim.planning.folder import RUNS, begin, check_folder
 from servetwin.sim.planning.named_files import FileDigests
@@ -44,10 +44,17 @@ def carry_out(base: RunSpec, flags: SweepFlags) -> int:
     if missing:
         for note in check_start(definition, missing):
             say(note)
-    begin(flags.out, definition, known)
     sweep = Sweep(definition, store, known)
-    say(_line(sweep, flags))
-    counts = _run(sweep, flags, flags.out)
+    with StopRequest() as stop:
+        backend = open_backend(
+            flags.backend, flags.ray_address, flags.jobs, sweep.num_runs, stop.raise_if_asked
+        )
+        try:
+            begin(flags.out, definition, known)
+            say(_line(sweep, flags))
+            counts = _run(sweep, backend, flags.out, stop)
+        finally:
+            backend.close()
     results = sweep.results()
     if flags.json:
         print_json(describe(results) | {"out": str(flags.out)} | counts)
@@ -92,11 +99,11 @@ def _line(sweep: Sweep, flags: SweepFlags) -> str:
     return f"sweep: {points:,} points x {seeds:,} seeds = {sweep.num_runs:,} runs, {where}"
 
 
-def _run(sweep: Sweep, flags: SweepFlags, out: Path) -> dict[str, int]:
+def _run(sweep: Sweep, backend: Backend, out: Path, stop: StopRequest) -> dict[str, int]:
     """Runs what is missing, writes the table, and counts."""
     counts = {"done": 0, "failed": 0, "reused": 0}
     written_s = monotonic()
-    with StopRequest() as stop, SweepProgress(sweep.num_runs) as progress, _table_at_the_end(sweep, out):
+    with SweepProgress(sweep.num_runs) as progress, _table_at_the_end(sweep, out):
 
         def on_ended(ended: Ended) -> None:
             nonlocal written_s
@@ -108,13 +115,7 @@ def _run(sweep: Sweep, flags: SweepFlags, out: Path) -> dict[str, int]:
                 write_results(out / RESULTS, sweep.table())
                 written_s = monotonic()
 
-        backend = open_backend(
-            flags.backend, flags.ray_address, flags.jobs, sweep.num_runs, stop.raise_if_asked
-        )
-        try:
-            sweep.run(backend, on_ended)
-        finally:
-            backend.close()
+        sweep.run(backend, on_ended)
     return counts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from itertools import islice
@@ -14,6 +15,7 @@ from servetwin.sim.planning.worker import Task, carry_out, lost
 
 AUTO = "auto"
 """The cluster that runs on this machine, or that RAY_ADDRESS names."""
+ANSWERS_WITHIN_S = 10.0
 
 
 class RayCluster:
@@ -28,14 +30,14 @@ class RayCluster:
             self._ray: Any = import_module("ray")
         except ModuleNotFoundError as e:
             raise UsageError("--backend ray needs the package ray: pip install 'servetwin[ray]'") from e
-        address = address or AUTO
         try:
-            self._ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, ValueError) as e:
-            where = "--backend ray" if address == AUTO else f"--ray-address {address}"
+            if address is not None:
+                _check_answer(address)
+            self._ray.init(address or AUTO, logging_level=logging.ERROR, log_to_driver=False)
+        except OSError as e:
+            where = "--backend ray" if address is None else f"--ray-address {address}"
             raise ConnectionError(
-                f"{where}: no Ray cluster answers there; `ray start --head` starts one, `--ray-address HOST:PORT` "
-                "names another"
+                f"{where}: no Ray cluster answers; `ray start --head` starts one, --ray-address HOST:PORT names one"
             ) from e
         self._on_wait = on_wait
         self._jobs = jobs or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
@@ -68,3 +70,11 @@ class RayCluster:
 
     def close(self) -> None:
         self._ray.shutdown()
+
+
+def _check_answer(address: str) -> None:
+    """Ray itself would try for minutes. Raises UsageError, OSError."""
+    host, colon, port = address.rpartition("//")[2].rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise UsageError(f"--ray-address {address!r} must be HOST:PORT")
+    socket.create_connection((host, int(port)), timeout=ANSWERS_WITHIN_S).close()

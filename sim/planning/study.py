@@ -66,9 +66,9 @@ class Study:
         if missing:
             check_start(definition, missing)
         sweep = Sweep(definition, kept, known)
+        running = open_backend(backend, ray_address, jobs, sweep.num_runs)
         if folder is not None:
             begin(folder, definition, known)
-        running = open_backend(backend, ray_address, jobs, sweep.num_runs)
         try:
             sweep.run(running)
         finally:
