@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servetwin.sim.cli import run
 from servetwin.sim.commands.errors import UsageError
-from servetwin.sim.commands.run_fields import groups, parsed, run_fields
+from servetwin.sim.commands.run_fields import groups, kinds_of, parsed, run_fields
 from servetwin.sim.planning.one_run import EndRun, run_one
 from servetwin.sim.planning.spec import RunSpec
 
@@ -22,41 +22,30 @@ SMALL: dict[str, Any] = {"num_prompts": 30, "request_rate": 20.0, "max_num_seqs"
 
 OTHER: dict[str, Any] = {
     "executor": "roofline",
-    "step_time_s": "0.125",
     "metric_defs": "guidellm",
     "reset_prefix_cache_at": "1.5 2",
     "request_rate": "inf",
-    "ramp_up_strategy": "linear",
-    "loop": "closed",
-    "dataset_name": "random",
-    "trace_format": "azure",
-    "time_unit": "ms",
     "columns": "arrival_s=t output_tokens=n",
-    "window": "0:60",
-    "load_format": "dummy",
-    "dtype": "float32",
+    "replica_failure": "0@1-2",
     "cudagraph_capture_sizes": "1 2 4",
-    "kv_cache_dtype": "fp8",
-    "scheduling_policy": "priority",
-    "performance_mode": "throughput",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}',
     "vllm_compat": "0.22:safe",
 }
-"""Fields of their own kind -> a value that is not their default."""
+"""Fields whose values have a form of their own -> one that is not their default."""
 
 
 def other_value(name: str) -> Any:
-    """A value of this field that is not its default, as a text where there is a flag for it."""
-    one = run_fields()[name]
+    """A value of this field that is not its default, as a text."""
+    default = run_fields()[name].default
     if name in OTHER:
         return OTHER[name]
-    if isinstance(one.default, bool):
-        return "false" if one.default else "true"
-    text = str(one.annotation)
-    for kind, value in (("bool", "true"), ("int", "7"), ("float", "0.5"), ("Path", "a/b"), ("str", "a:b")):
-        if kind in text.partition("Parameter")[0]:
-            return value
-    raise AssertionError(f"no value known for {name}: {text}")
+    if isinstance(default, bool):
+        return "false" if default else "true"
+    kinds = kinds_of(name)
+    for allowed in (get_args(kind) for kind in kinds if get_origin(kind) is Literal):
+        return next(value for value in allowed if value != default)
+    texts = {bool: "true", int: "7", float: "0.5", Path: "a/b", str: "a:b"}
+    return next(text for kind, text in texts.items() if kind in kinds)
 
 
 @pytest.fixture
@@ -87,7 +76,7 @@ def test_every_field_of_run_is_reached_by_name_and_changes_the_hash() -> None:
 def test_the_groups_are_those_that_run_takes() -> None:
     """A flag that `servetwin run` grows is a field of a spec without another line; what is written is none."""
     names = set(run_fields())
-    assert {"load", "engine", "flags", "trace", "sampling"} <= set(groups())
+    assert {"load", "engine", "flags", "trace", "sampling", "cluster"} <= set(groups())
     assert {"max_num_seqs", "num_prompts", "executor", "seed", "columns", "temperature"} <= names
     assert not {"out", "json", "overwrite", "live", "save_plans", "save_tokens"} & names
 
@@ -118,7 +107,9 @@ def test_python_values_are_read_as_typed_ones() -> None:
     )
     assert python == typed
     assert parsed("max_num_batched_tokens", "8k") == 8000
-    assert spec.with_(max_num_seqs=64).with_(max_num_seqs=None) == spec
+    assert (
+        spec.with_(max_num_seqs=64, dataset_name="random").with_(max_num_seqs=None, dataset_name=None) == spec
+    )
 
 
 def test_vllm_args_are_merged_once_so_that_a_field_set_later_wins(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +122,7 @@ def test_vllm_args_are_merged_once_so_that_a_field_set_later_wins(capsys: pytest
     assert spec.with_(enable_prefix_caching=True)["enable_prefix_caching"] is True
 
 
+@settings(max_examples=60)
 @given(st.binary(min_size=1, max_size=40), st.binary(min_size=1, max_size=40))
 def test_the_hash_goes_with_the_bytes_of_the_workload(
     tmp_path_factory: pytest.TempPathFactory, one: bytes, other: bytes

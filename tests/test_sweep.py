@@ -219,7 +219,7 @@ def test_sweeps_share_a_store(tmp_path: Path, workload: str, capsys: pytest.Capt
 
 def test_two_sweeps_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     """The same sweep twice into one folder, and another into its store: three whole tables."""
-    workload = str(write_workload(tmp_path / "workload.jsonl", 300))
+    workload = str(write_workload(tmp_path / "workload.jsonl", 100))
     seeds = [
         workload,
         *CONSTANT,
@@ -275,7 +275,8 @@ def test_a_dry_run_does_and_writes_nothing(
         (["--param", "max_num_seqs=3", "--param", "max_num_seqs=4"], "--param max_num_seqs is given 2 times"),
         (["--param", "max_num_seqs=3..9"], "a grid needs values"),
         (["--param", "max_num_seqs=9..3", "--method", "random", "--runs", "3"], "LOW must be below HIGH"),
-        (["--param", "loop=1..2", "--method", "random", "--runs", "3"], "loop is no number"),
+        (["--param", "loop=1..2", "--method", "random", "--runs", "3"], 'Invalid value "1..2" for --loop'),
+        (["--param", "max_num_seqs=1..x", "--method", "random", "--runs", "3"], "'x' is not a whole number"),
         (["--param", "max_num_seqs"], "must be NAME=V1,V2 or NAME=LOW..HIGH"),
         (["--param", "seed=1,2", "--seeds", "2"], "--param seed cannot stand beside --seeds"),
         (["--runs", "3"], "--runs goes with --method random"),
@@ -395,9 +396,9 @@ def records_after_kills(out: Path) -> int:
 
 def test_a_killed_sweep_goes_on_to_the_same_table(tmp_path: Path) -> None:
     """SIGKILL while runs are being done, then --resume: the table of an undisturbed sweep, every run once."""
-    workload = str(write_workload(tmp_path / "workload.jsonl", 400))
+    workload = str(write_workload(tmp_path / "workload.jsonl", 250))
     arguments = [workload, *CONSTANT, "--param", "max_num_seqs=2,4,8,16", "--seeds", "5", "--jobs", "2"]
-    out, killed = tmp_path / "out", 0
+    out = tmp_path / "out"
     process = started(*arguments, "--resume", "--out", str(out))
     end = time.monotonic() + PATIENCE_S
     while not [*out.glob("runs/*.json")] and time.monotonic() < end:

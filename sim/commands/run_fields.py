@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -104,7 +104,7 @@ def takes_none(name: str) -> bool:
 def kinds_of(name: str) -> set[Any]:
     """The types that the value of a field may have."""
     kind = _type_of(name)
-    return {*getattr(kind, "__args__", ())} if isinstance(kind, UnionType) else {kind}
+    return {*get_args(kind)} if get_origin(kind) in (Union, UnionType) else {kind}
 
 
 def is_whole(name: str) -> bool:
@@ -124,7 +124,7 @@ def _notes(name: str) -> tuple[Any, ...]:
 
 def _is_many(name: str) -> bool:
     """It holds a tuple."""
-    return any(getattr(kind, "__origin__", None) is tuple for kind in kinds_of(name))
+    return any(get_origin(kind) is tuple for kind in kinds_of(name))
 
 
 def _tokens(name: str, value: Any) -> list[str]:

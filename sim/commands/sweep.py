@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
 
+from servetwin.sim.commands.cluster_flags import ClusterFlags
 from servetwin.sim.commands.config_file import ConfigFile
 from servetwin.sim.commands.flag_kinds import count, flag, switch
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, SamplingFlags, SimulationFlags
@@ -108,7 +109,7 @@ class SweepFlags:
 
 # Frozen, and cyclopts shows these defaults in --help.
 FLAGS, SIMULATION, LOAD, TRACE = SweepFlags(), SimulationFlags(), LoadFlags(), TraceFlags()
-ENGINE, SAMPLING = EngineFlags(), SamplingFlags()
+CLUSTER, ENGINE, SAMPLING = ClusterFlags(), EngineFlags(), SamplingFlags()
 
 
 def sweep(
@@ -126,6 +127,7 @@ def sweep(
     flags: SimulationFlags = SIMULATION,
     load: LoadFlags = LOAD,
     trace: TraceFlags = TRACE,
+    cluster: ClusterFlags = CLUSTER,
     engine: EngineFlags = ENGINE,
     sampling: SamplingFlags = SAMPLING,
 ) -> int:
@@ -139,5 +141,7 @@ def sweep(
     from servetwin.sim.commands.sweeping import carry_out
     from servetwin.sim.planning.spec import RunSpec
 
-    groups = {"flags": flags, "load": load, "trace": trace, "engine": engine, "sampling": sampling}
-    return carry_out(RunSpec.of(workload, **groups), sweep)
+    base = RunSpec.of(
+        workload, flags=flags, load=load, trace=trace, cluster=cluster, engine=engine, sampling=sampling
+    )
+    return carry_out(base, sweep)

@@ -87,7 +87,7 @@ def _read(text: str) -> Parameter:
             f"--param {text!r} must be NAME=V1,V2 or NAME=LOW..HIGH, for example max_num_seqs=64,128"
         )
     name = name.strip().removeprefix("--").replace("-", "_")
-    if RANGE in values and _is_number(values.partition(RANGE)[0]) and name != WORKLOAD:
+    if RANGE in values and name != WORKLOAD and {int, float} & kinds_of(name):
         return _range(name, text, values)
     return _choice(name, text, [_value(name, value) for value in _split(values)])
 
@@ -109,18 +109,12 @@ def _value(name: str, text: str) -> Any:
 def _range(name: str, text: str, values: str) -> Range:
     log = values.endswith(LOG)
     low, _, high = values.removesuffix(LOG).partition(RANGE)
-    if not {int, float} & kinds_of(name):
-        raise UsageError(f"--param {text}: {name} is no number; give its values, separated by commas")
     bounds = [parsed(name, bound) for bound in (low, high)]
     if not (math.isfinite(bounds[0]) and math.isfinite(bounds[1]) and bounds[0] < bounds[1]):
         raise UsageError(f"--param {text}: LOW must be below HIGH, and both finite")
     if log and bounds[0] <= 0:
         raise UsageError(f"--param {text}: LOW must be above 0 with {LOG}")
     return Range(name, bounds[0], bounds[1], log, is_whole(name))
-
-
-def _is_number(text: str) -> bool:
-    return text[:1].isdigit() or text[:1] in ("-", "+", ".")
 
 
 def _split(text: str) -> list[str]:
