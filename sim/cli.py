@@ -31,6 +31,7 @@ COMMANDS = {
     "kv": "How many requests fit: weights, KV cache and concurrency of a model on a card.",
     "trace": "Look at traces of requests; convert, scale, cut, merge, resample, fit and imitate them.",
     "compare": "What differs between two runs, request by request, and how sure that is.",
+    "export": "A run in the formats of other tools: vllm bench serve, Prometheus, Perfetto, CSV.",
     "dash": "Look at runs in the browser.",
     "report": "Write a run as one HTML file: charts, figures, configuration, caveats, formulas.",
 }

@@ -71,16 +71,6 @@ def test_outputs_of_a_run_with_preemptions(tmp_path: Path, flags: list[str]) -> 
 
 
 def test_a_log_that_does_not_say_whose_gaps_it_has_is_told(tmp_path: Path) -> None:
-    load = [
-        "--dataset-name",
-        "random",
-        "--random-input-len",
-        "150",
-        "--random-output-len",
-        "120",
-        "--num-prompts",
-        "60",
-    ]
     folder = tmp_path / "r"
     assert run(["run", *LOAD, *CONSTANT, *TIGHT, "--out", str(folder)]) == 0
     for part in (folder / "itl").iterdir():

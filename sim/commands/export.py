@@ -1,0 +1,26 @@
+"""`servetwin export`: a run in the formats of other tools. Each format is a command of its own."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+from servetwin.sim.commands.help_layout import help_formatter
+
+COMMANDS = {
+    "bench-json": (
+        "A result file of `vllm bench serve --save-result --save-detailed`.",
+        "Keys and units are those of vLLM 0.22.0: scalars ending in _ms are milliseconds; ttfts, itls and start_times "
+        "are seconds. completed = ended by length or stop, failed = the rest; totals, rates and statistics are those "
+        "of completed requests; duration = last finish of one - first arrival; std divides by n; percentiles are "
+        "linear; the itls of a request add up to its last - first token (with drafts: one gap a verification). "
+        "Texts are empty.",
+    ),
+}
+"""Name -> what it writes, in a line, and what to know of it."""
+
+export = App(name="export", help_format="plaintext", help_formatter=help_formatter(), version_flags=[])
+for _name, _texts in COMMANDS.items():
+    _function = _name.replace("-", "_")
+    export.command(
+        f"servetwin.sim.commands.export_{_function}:{_function}", name=_name, help="\n\n".join(_texts)
+    )

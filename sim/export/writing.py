@@ -1,0 +1,43 @@
+"""Where an export goes: a file that is there whole or not at all, or stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from servetwin.workloads.traces.writing import whole_file
+
+STDOUT = "-"
+
+
+class ExportTargetError(ValueError):
+    """A file or folder that cannot take the export; the message says why."""
+
+
+def check_file(out: str, *, overwrite: bool) -> None:
+    """Raises ExportTargetError; changes nothing."""
+    if out == STDOUT:
+        return
+    if out.startswith("-"):
+        raise ExportTargetError(f"--out {out}: must be the name of a file, or - for stdout")
+    path = Path(out)
+    if path.is_dir():
+        raise ExportTargetError(f"--out {out}: is a folder; the export is one file")
+    if not path.parent.is_dir():
+        raise ExportTargetError(f"--out {out}: its folder does not exist")
+    if path.exists() and not overwrite:
+        raise ExportTargetError(f"--out {out}: exists; --overwrite replaces it")
+
+
+def write(out: str, pieces: Iterable[bytes], *, overwrite: bool) -> None:
+    """Writes the pieces one after another. Raises ExportTargetError, OSError."""
+    check_file(out, overwrite=overwrite)
+    if out == STDOUT:
+        for piece in pieces:
+            sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+        return
+    with whole_file(Path(out)) as unfinished, unfinished.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
