@@ -15,6 +15,14 @@ COMMANDS = {
         "linear; the itls of a request add up to its last - first token (with drafts: one gap a verification). "
         "Texts are empty.",
     ),
+    "prometheus": (
+        "Metrics in Prometheus' text format, under the names of vLLM 0.22.0.",
+        "Names, labels and buckets are vLLM's; with several replicas the label engine is the replica. Queue time = "
+        "first scheduled - queued; TTFT and E2E count from the sending. Histograms of requests hold those that ended "
+        "by length or stop; aborted ones are in request_success only, refused ones nowhere. What vLLM has and no run "
+        "of ours knows is listed in a comment: caches of other engines and of multi-modal inputs, LoRA, accepted "
+        "tokens by position, idle times and reuse gaps of blocks, estimates of FLOPs and bytes.",
+    ),
 }
 """Name -> what it writes, in a line, and what to know of it."""
 
