@@ -244,9 +244,7 @@ class PackedInts(NamedTuple):
         if not columns.shape[1]:
             return [cls(column, 0) for column in columns]
         bounds = zip(columns.min(axis=1).tolist(), columns.max(axis=1).tolist(), strict=True)
-        return [
-            cls._between(column, low, high) for column, (low, high) in zip(columns, bounds, strict=True)
-        ]
+        return [cls._between(column, low, high) for column, (low, high) in zip(columns, bounds, strict=True)]
 
     @classmethod
     def _between(cls, values: Int64s, low: int, high: int) -> PackedInts:

@@ -53,7 +53,9 @@ class DecodeCalendar:
         else:
             _insert(ends, request)
         if len(self._longest) > 4 * self.num_rows + _WORTH_CLEARING:
-            self._longest = [(-row.base, row.place, row) for row in self if row.counted and row is not request]
+            self._longest = [
+                (-row.base, row.place, row) for row in self if row.counted and row is not request
+            ]
             heapq.heapify(self._longest)
         heapq.heappush(self._longest, (-base, request.place, request))
 

@@ -562,25 +562,27 @@ class EventLog:
         request = self._open.pop(request_id)
         spec = request.spec
         self._rows += 1
-        self._columns["requests"].add((
-            request_id,
-            spec.prompt_tokens,
-            request.num_output_tokens,
-            request.arrival_ns,
-            request.queued_ns,
-            request.first_scheduled_ns,
-            request.first_token_ns,
-            request.last_token_ns,
-            finish_ns,
-            request.preemptions,
-            request.cached_tokens,
-            request.recomputed_tokens,
-            reason,
-            spec.priority,
-            spec.session_id,
-            spec.client_id,
-            request.sent_ns,
-        ))
+        self._columns["requests"].add(
+            (
+                request_id,
+                spec.prompt_tokens,
+                request.num_output_tokens,
+                request.arrival_ns,
+                request.queued_ns,
+                request.first_scheduled_ns,
+                request.first_token_ns,
+                request.last_token_ns,
+                finish_ns,
+                request.preemptions,
+                request.cached_tokens,
+                request.recomputed_tokens,
+                reason,
+                spec.priority,
+                spec.session_id,
+                spec.client_id,
+                request.sent_ns,
+            )
+        )
 
     def _take_back_gaps(self, requests: Iterable[OpenRequest]) -> None:
         """Latencies are those of completed requests: the pool must not keep the gaps of others."""
@@ -593,7 +595,6 @@ class EventLog:
             for end_ns, gap_ns in request.odd_gaps or ():
                 self._rows += 1
                 self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER, request_id)
-
 
 
 def _shape_columns(shape: StepShape) -> tuple[int, ...]:

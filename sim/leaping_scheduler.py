@@ -365,7 +365,12 @@ class LeapingScheduler(Scheduler):
     def _pool_figures(self, evictions_before: int) -> tuple[int, int, int, int]:
         pool = self.kv.pool
         free, cached_free = pool.num_free, pool.num_cached_free
-        return self._usable_blocks - free, cached_free, free - cached_free, pool.num_evictions - evictions_before
+        return (
+            self._usable_blocks - free,
+            cached_free,
+            free - cached_free,
+            pool.num_evictions - evictions_before,
+        )
 
     # ------------------------------------------------------------ one step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,14 @@ def mixed_rows(count: int = 60) -> list[dict[str, Any]]:
     return rows
 
 
-def mixed_run(folder: Path, *flags: str, rows: list[dict[str, Any]] | None = None) -> Run:
-    """Those served with constant steps, written to the folder."""
+def mixed_run(
+    folder: Path,
+    *flags: str,
+    rows: list[dict[str, Any]] | None = None,
+    executor: Sequence[str] = CONSTANT,
+) -> Run:
+    """Those served, with constant steps by default, written to the folder."""
     workload = folder.with_suffix(".jsonl")
     workload.write_text("".join(json.dumps(row) + "\n" for row in rows or mixed_rows()))
-    assert run(["run", str(workload), *CONSTANT, *POOL, "--out", str(folder), *flags]) == 0
+    assert run(["run", str(workload), *executor, *POOL, "--out", str(folder), *flags]) == 0
     return read_run(folder)

@@ -23,6 +23,13 @@ COMMANDS = {
         "of ours knows is listed in a comment: caches of other engines and of multi-modal inputs, LoRA, accepted "
         "tokens by position, idle times and reuse gaps of blocks, estimates of FLOPs and bytes.",
     ),
+    "perfetto": (
+        "A trace for Perfetto (ui.perfetto.dev) and chrome://tracing, as Chrome's JSON.",
+        "Times are in microseconds of simulated time. A process for each engine: its steps (with asynchronous "
+        "scheduling host, worker and device on tracks of their own), requests, KV blocks and tokens as counters, "
+        "evictions. A track for each request: queued, prefill, decode, preempted, with an arrow from each preemption "
+        "to the resume. A name ending in .gz is compressed, and opens as well.",
+    ),
 }
 """Name -> what it writes, in a line, and what to know of it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from servetwin.workloads.traces.writing import whole_file
@@ -41,3 +41,13 @@ def write(out: str, pieces: Iterable[bytes], *, overwrite: bool) -> None:
     with whole_file(Path(out)) as unfinished, unfinished.open("wb") as file:
         for piece in pieces:
             file.write(piece)
+
+
+def compressed(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same as one gzip file."""
+    import zlib
+
+    packer = zlib.compressobj(wbits=31)
+    for piece in pieces:
+        yield packer.compress(piece)
+    yield packer.flush()
