@@ -30,6 +30,10 @@ COMMANDS = {
         "evictions. A track for each request: queued, prefill, decode, preempted, with an arrow from each preemption "
         "to the resume. A name ending in .gz is compressed, and opens as well.",
     ),
+    "csv": (
+        "The tables of a run as CSV files: requests, steps, events, blocks, gaps between outputs, tokens.",
+        "Columns are those of the run folder, steps one row each; times are seconds of simulated time, null is empty.",
+    ),
 }
 """Name -> what it writes, in a line, and what to know of it."""
 

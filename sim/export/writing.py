@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from servetwin.workloads.traces.writing import whole_file
@@ -51,3 +52,30 @@ def compressed(pieces: Iterable[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         yield packer.compress(piece)
     yield packer.flush()
+
+
+def check_folder(out: Path, names: Iterable[str], *, overwrite: bool) -> None:
+    """Raises ExportTargetError for a folder that cannot take files of these names; changes nothing."""
+    if out.exists() and not out.is_dir():
+        raise ExportTargetError(f"--out {out}: is a file; the tables go into a folder (one of them: --table)")
+    if not out.parent.is_dir():
+        raise ExportTargetError(f"--out {out}: its folder does not exist")
+    there = [name for name in names if (out / name).exists()]
+    if there and not overwrite:
+        raise ExportTargetError(f"--out {out}: {there[0]} is there already; --overwrite replaces it")
+
+
+def write_folder(out: Path, files: Mapping[str, Iterable[bytes]], *, overwrite: bool) -> None:
+    """Writes files into a folder, none of them before all could be written. Raises ExportTargetError, OSError."""
+    check_folder(out, files, overwrite=overwrite)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{out.name[:100]}.", suffix=".unfinished", dir=out.parent
+    ) as name:
+        unfinished = Path(name)
+        for file_name, pieces in files.items():
+            with (unfinished / file_name).open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+        out.mkdir(exist_ok=True)
+        for file_name in files:
+            (unfinished / file_name).replace(out / file_name)
