@@ -117,9 +117,8 @@ class Tables(ABC):
 
         parts = [pd.DataFrame(part._asdict()) for part in self.gap_parts()]
         pool: pd.DataFrame = pd.concat(parts, ignore_index=True)
-        if len(parts[-1]):
-            pool = pool.groupby(["time_ns", "length_ns"])["samples"].sum().reset_index()
-            pool = pool[pool.samples != 0].reset_index(drop=True)
+        pool = pool.groupby(["time_ns", "length_ns"])["samples"].sum().reset_index()
+        pool = pool[pool.samples != 0].reset_index(drop=True)
         return pd.DataFrame(
             {
                 "time_s": pool.time_ns / NS_PER_S,

@@ -18,7 +18,7 @@ class Failures:
 
     Everything a failing replica has is gone: KV, tokens so far, the step in flight, which no log knows. Its requests
     are lost; or begin anew there when it is back (retry), or at another replica at once (reroute). Latencies count from
-    the first sending. A step that ends at the instant of the failure comes too late; whoever arrives then goes elsewhere.
+    the first sending. A step that ends at the instant of a failure comes too late; whoever arrives then goes elsewhere.
     """
 
     def __init__(
