@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 NEVER = -1
 """In a column of times: it has not happened. Neither times nor counts are ever negative; a part says null."""
 
+COMPLETED = ("length", "stop")
+"""Finish reasons of a request that got its whole answer."""
+
 Kind = Literal["time", "count", "count or null", "text", "seconds"]
 """time: integer ns in the buffer, seconds in a part; count: an integer; count or null: an integer or NEVER; text: a
 string or None; seconds: a float or None that was never on the clock."""

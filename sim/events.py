@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-from servetwin.sim.columns import NEVER, SHAPE_COLUMNS, Columns, Part
+from servetwin.sim.columns import COMPLETED, NEVER, SHAPE_COLUMNS, Columns, Part
 from servetwin.sim.contract import StepResult, StepShape
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost, Woken
 from servetwin.sim.records import AnyFrame, BlockChange, EngineCoreOutputs, Frame, ScheduleRecord, WaitReason
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 FIRST_FLUSH_ROWS, LAST_FLUSH_ROWS = 400, 100_000
 """Parts are written after a number of rows (of all tables) that grows with the run between these two, so that a killed
 run has left at least half of them while a long one does not fall into thousands of small parts."""
-
-COMPLETED = ("length", "stop")
-"""Finish reasons of a request that got its whole answer."""
 
 
 _SHAPE_COLUMNS = attrgetter(*SHAPE_COLUMNS)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.definitions import SERVER_E2E, TPOT, TTFT
-from servetwin.sim.events import COMPLETED
 from servetwin.sim.explain_waits import Wait
 from servetwin.sim.metrics import timestamps
 from servetwin.sim.records import WaitReason

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from servetwin.sim.cluster.figures import cluster_figures
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.definitions import (
     CLIENT_E2E,
     CLIENT_INTERVALS,
@@ -28,9 +30,8 @@ from servetwin.sim.definitions import (
     Timestamps,
     definitions,
 )
-from servetwin.sim.events import COMPLETED
 from servetwin.sim.step_rows import StepFigures, figures
-from servetwin.sim.tables import Tables, ns_array
+from servetwin.sim.tables import Tables, ns_array, replica_of
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ def summarize(
                 for name, d in (latencies | ntpot | engine_intervals(times, log) | held_back).items()
             },
             **_engine_figures(log, steps),
+            **cluster_figures(log, steps.busy_ns_of),
         },
     }
 
@@ -211,13 +213,16 @@ def step_figures(log: Tables) -> StepFigures:
     totals: Counter[str] = Counter()
     num_steps = num_leapt = busy_ns = 0
     peaks = []
-    for part in map(figures, log.iter_parts("steps")):
+    busy_ns_of: Counter[int] = Counter()
+    for table in log.iter_parts("steps"):
+        part = figures(table)
+        busy_ns_of[replica_of(table)] += part.busy_ns
         totals.update(part.totals)
         num_steps += part.num_steps
         num_leapt += part.num_leapt
         busy_ns += part.busy_ns
         peaks += [] if part.peak_used_fraction is None else [part.peak_used_fraction]
-    return StepFigures(totals, num_steps, num_leapt, busy_ns, max(peaks, default=None))
+    return StepFigures(totals, num_steps, num_leapt, busy_ns, max(peaks, default=None), busy_ns_of)
 
 
 def _bench_statistics(name: str, d: Distribution) -> dict[str, float | None]:

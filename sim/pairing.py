@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from servetwin.sim.events import COMPLETED
+from servetwin.sim.columns import COMPLETED
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,7 +7,8 @@ some rows begin; so it is one row with a number of repeats and what changes. `ex
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -223,6 +224,8 @@ class StepFigures(NamedTuple):
     """The sum of prepare_s + device_s."""
     peak_used_fraction: float | None
     """Largest share of usable blocks in use; None where no step knows its blocks."""
+    busy_ns_of: Mapping[int, int] = {}
+    """`busy_ns` by replica, where several parts were added up."""
 
 
 SUMMED = (

@@ -121,6 +121,11 @@ class ClusterConfig(Config):
     def _check_split(self, split: Disaggregation) -> None:
         if self.autoscale is not None:
             raise ValueError("autoscale does not go with prefill and decode replicas: say how many of each")
+        if self.failures and self.on_failure == "retry":
+            raise ValueError(
+                "on_failure retry does not go with prefill and decode replicas: who computes answers cannot begin anew "
+                "(allowed: lost, reroute)"
+            )
         if self.replicas != split.prefill_replicas + split.decode_replicas:
             raise ValueError(
                 f"replicas {self.replicas} must be prefill_replicas {split.prefill_replicas} + decode_replicas "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from servetwin.sim.columns import NEVER
-from servetwin.sim.events import COMPLETED, EventLog, OpenRequest, Sink
+from servetwin.sim.columns import COMPLETED, NEVER
+from servetwin.sim.events import EventLog, OpenRequest, Sink
 
 
 class PrefillLog(EventLog):

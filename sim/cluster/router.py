@@ -73,7 +73,12 @@ def load_router(name: str, seed: int) -> Router:
 
 def choice(router: Router, spec: RequestSpec, views: Sequence[ReplicaView], now_ns: int) -> int:
     """What the router says. Raises PluginError for what is none of these."""
-    index = router.choose(spec, views, now_ns)
+    try:
+        index = router.choose(spec, views, now_ns)
+    except Exception as e:
+        raise PluginError(
+            f"router {type(router).__name__} failed for request {spec.request_id!r}: {type(e).__name__}: {e}"
+        ) from e
     if any(view.index == index for view in views):
         return index
     known = ", ".join(str(view.index) for view in views)

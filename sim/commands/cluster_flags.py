@@ -13,6 +13,8 @@ from servetwin.sim.commands.flag_kinds import flag as _flag
 from servetwin.sim.commands.flag_kinds import switch as _switch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from servetwin.sim.cluster.config import Autoscale, ClusterConfig, Disaggregation, Failure
 
 CLUSTER = Group("Cluster (modelled step times)", sort_key=1)
@@ -102,8 +104,11 @@ class ClusterFlags:
     ] = None
 
 
-def cluster_config(flags: ClusterFlags, model_kv_bytes: int | None = None) -> ClusterConfig:
-    """What the flags stand for. `model_kv_bytes`: KV bytes of a token, where a model is known. Raises UsageError."""
+def cluster_config(flags: ClusterFlags, model_kv_bytes: Callable[[], int | None]) -> ClusterConfig:
+    """What the flags stand for. Raises UsageError.
+
+    `model_kv_bytes`: asked for the KV bytes of a token; None where no model is known.
+    """
     from pydantic import ValidationError
 
     from servetwin.sim.cluster.config import ClusterConfig
@@ -152,8 +157,10 @@ def _spelled(message: str) -> str:
     return f"{spelled(name)} {rest}" if name in vars(ClusterFlags()) else message
 
 
-SCALING = ("scale_up_at", "scale_down_at", "min_replicas", "max_replicas")
-SCALING += ("scale_interval_s", "startup_delay_s", "scale_cooldown_s")
+SCALING = (
+    *("scale_up_at", "scale_down_at", "min_replicas", "max_replicas"),
+    *("scale_interval_s", "startup_delay_s", "scale_cooldown_s"),
+)
 SPLITTING = ("kv_transfer_bandwidth", "kv_transfer_latency_s", "kv_bytes_per_token")
 
 
@@ -218,12 +225,19 @@ def _autoscale(flags: ClusterFlags) -> Autoscale | None:
     )
 
 
-def _disaggregation(flags: ClusterFlags, model_kv_bytes: int | None) -> Disaggregation | None:
+def _disaggregation(flags: ClusterFlags, model_kv_bytes: Callable[[], int | None]) -> Disaggregation | None:
     from servetwin.sim.cluster.config import Disaggregation
 
     if flags.prefill_replicas is None:
         return None
-    bytes_per_token = model_kv_bytes if flags.kv_bytes_per_token is None else flags.kv_bytes_per_token
+    bytes_per_token = flags.kv_bytes_per_token
+    if flags.kv_transfer_bandwidth is None:
+        if bytes_per_token is not None:
+            raise UsageError("--kv-bytes-per-token has no effect without --kv-transfer-bandwidth")
+    elif bytes_per_token is None and (bytes_per_token := model_kv_bytes()) is None:
+        raise UsageError(
+            "--kv-transfer-bandwidth needs --kv-bytes-per-token, or --model: nothing says how much is sent"
+        )
     return Disaggregation.model_validate(
         _given(
             prefill_replicas=flags.prefill_replicas,
@@ -233,3 +247,28 @@ def _disaggregation(flags: ClusterFlags, model_kv_bytes: int | None) -> Disaggre
             kv_bytes_per_token=bytes_per_token,
         )
     )
+
+
+def cluster_line(config: ClusterConfig) -> str:
+    """The configuration in words."""
+    router = config.router or "round_robin"
+    parts = [f"{config.replicas} replica{'s' * (config.replicas != 1)}", f"router {router}"]
+    if (split := config.disaggregation) is not None:
+        parts[0] += f" ({split.prefill_replicas} for prompts, {split.decode_replicas} for answers)"
+        bandwidth, each = split.kv_transfer_bandwidth, split.kv_bytes_per_token
+        wire = (
+            "KV sent in no time"
+            if bandwidth is None
+            else f"{each:,} bytes of KV a token at {bandwidth:g} bytes/s"
+        )
+        parts.append(f"{wire}, latency {split.kv_transfer_latency_s:g} s")
+    if (scale := config.autoscale) is not None:
+        parts.append(
+            f"{scale.min_replicas} to {scale.max_replicas} by {scale.signal} (up above {scale.scale_up_at:g}, down "
+            f"below {scale.scale_down_at:g}; every {scale.interval_s:g} s, start in {scale.startup_delay_s:g} s)"
+        )
+    if config.max_queued_requests is not None:
+        parts.append(f"at most {config.max_queued_requests} waiting at each")
+    if config.failures:
+        parts.append(f"{len(config.failures)} failures ({config.on_failure})")
+    return ", ".join(parts)

@@ -15,7 +15,10 @@ import numpy as np
 import orjson
 from rich.console import Console
 
-from servetwin.sim.commands.cluster_flags import ClusterFlags, cluster_config
+from servetwin.sim.cluster.config import DEFAULT_ROUTER, ClusterConfig
+from servetwin.sim.cluster.fleet import ReplicaParts, simulate_cluster, timer_for_each
+from servetwin.sim.cluster.router import load_router
+from servetwin.sim.commands.cluster_flags import ClusterFlags, cluster_config, cluster_line
 from servetwin.sim.commands.engine import Engine, build_engine, build_live_engine
 from servetwin.sim.commands.errors import UsageError, policy_errors_told
 from servetwin.sim.commands.flags import EngineFlags, RunFlags, SamplingFlags
@@ -26,9 +29,11 @@ from servetwin.sim.commands.vllm_merge import with_vllm_args
 from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
-from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.events import EventLog, MemorySink, Sink
+from servetwin.sim.kv_bytes import kv_bytes
 from servetwin.sim.leaping_process import OnProgress
 from servetwin.sim.metrics import summarize
+from servetwin.sim.model_shape_reader import read_model_shape
 from servetwin.sim.policy import load_policy
 from servetwin.sim.records import EngineCoreOutputs, Frame, StepObserver
 from servetwin.sim.runs import RunWriter, check_room, read_run
@@ -84,8 +89,7 @@ class RunRequest:
             )
         definitions(flags.metric_defs)
         self.load.check()
-        if not cluster_config(self.cluster).is_plain:
-            raise UsageError("--replicas and the other flags of a cluster are not built yet")
+        self._check_cluster()
         self._check_sampling()
         if flags.out is not None:
             check_room(flags.out, flags.overwrite)
@@ -102,6 +106,30 @@ class RunRequest:
             raise UsageError(f"--live goes with --executor torch only, got {flags.executor}")
         if flags.reset_prefix_cache_at:
             raise UsageError("--reset-prefix-cache-at goes with simulated time only, not with --live")
+
+    def _check_cluster(self) -> None:
+        flags, cluster = self.flags, self.cluster_config()
+        if cluster.is_plain:
+            return
+        load_router(cluster.router or DEFAULT_ROUTER, flags.seed)
+        if flags.live or flags.executor == "torch" or str(flags.executor).startswith("recorded:"):
+            how = "--live" if flags.live else f"--executor {flags.executor}"
+            raise UsageError(f"the flags of a cluster go with modelled step times only, not with {how}")
+        if flags.save_plans:
+            raise UsageError("--save-plans writes the plans of one engine; it does not go with a cluster")
+
+    def cluster_config(self) -> ClusterConfig:
+        """What the cluster is. Raises UsageError."""
+        return cluster_config(self.cluster, self._kv_bytes_per_token)
+
+    def _kv_bytes_per_token(self) -> int | None:
+        """Of the model, on all cards of a replica together; None where nothing tells the model."""
+        engine = self.engine
+        if engine.model is None:
+            return None
+        shape, cards = read_model_shape(engine.model), engine.tensor_parallel_size
+        dtype = shape.dtype if engine.dtype == "auto" else engine.dtype
+        return cards * kv_bytes(shape, dtype, engine.kv_cache_dtype, cards).per_token
 
     def _check_sampling(self) -> None:
         sampling = self.sampling
@@ -128,6 +156,8 @@ def carry_out(request: RunRequest) -> int:
     try:
         _check_leaping(flags, engine)
         _announce(workload, engine, trace_warnings=request.load.flags.trace_warnings)
+        if not (cluster := request.cluster_config()).is_plain:
+            say(f"cluster: {cluster_line(cluster)}")
         summary = _serve(request, workload, engine)
     finally:
         engine.close()
@@ -266,7 +296,6 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
     recorder = _Recorder(request, config, workload, engine)
     progress = RunProgress(len(workload), "of wall clock" if flags.live else "simulated")
     with StopRequest() as stop, recorder.ending(), progress:
-        log = EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=flags.save_tokens)
 
         def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
             progress.steps(num_steps, num_ended, now_ns)
@@ -283,7 +312,7 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
             if engine.server is not None:
                 served = engine.server.serve(
                     workload,
-                    log,
+                    EventLog(recorder.sink, log_blocks=log_blocks, save_tokens=flags.save_tokens),
                     tokens=engine.tokens,
                     sampling=sampling_of(config),
                     log_blocks=log_blocks,
@@ -300,7 +329,7 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
                     config,
                     workload,
                     engine,
-                    log,
+                    recorder.sink,
                     log_blocks=log_blocks,
                     on_request=recorder.request,
                     on_step=on_step if flags.save_plans else None,
@@ -315,7 +344,7 @@ def simulate_request(
     config: RunConfig,
     workload: ListWorkload | ClosedLoop,
     engine: Engine,
-    log: EventLog,
+    sink: Sink,
     *,
     log_blocks: bool,
     on_request: Callable[[RequestSpec], None] | None = None,
@@ -324,11 +353,27 @@ def simulate_request(
 ) -> int:
     """Serves the workload in simulated time, as the flags say; returns the end in simulated ns."""
     assert engine.timer is not None, "an engine simulates or serves"
+    save_tokens = request.flags.save_tokens
+    if not config.cluster.is_plain:
+        return simulate_cluster(
+            config,
+            workload,
+            ReplicaParts(engine.config, timer_for_each(engine.timer), engine.host),
+            sink,
+            tokens=engine.tokens,
+            log_blocks=log_blocks,
+            save_tokens=save_tokens,
+            on_request=on_request,
+            on_progress=on_progress,
+            leaps=request.flags.leap,
+            cache_resets_ns=map(seconds_to_ns, request.flags.reset_prefix_cache_at),
+            max_concurrency=config.max_concurrency,
+        )
     return simulate(
         config,
         workload,
         engine.timer,
-        log,
+        EventLog(sink, log_blocks=log_blocks, save_tokens=save_tokens),
         tokens=engine.tokens,
         plan_tokens=engine.runs_a_model or request.flags.save_plans,
         log_blocks=log_blocks,
@@ -365,6 +410,7 @@ def run_config(request: RunRequest, engine: Engine) -> RunConfig:
     flags, load, sampling = request.flags, request.load.flags, request.sampling
     return RunConfig(
         engine=engine.config,
+        cluster=request.cluster_config(),
         executor="torch" if flags.live else str(flags.executor),
         live=flags.live,
         max_concurrency=load.max_concurrency,
@@ -392,9 +438,11 @@ def _say_refusals(log: Tables) -> None:
 def _say_cache_resets(log: Tables, asked_s: Sequence[float]) -> None:
     """What became of every reset of the prefix cache that was asked for."""
     resets = log.events[log.events.kind == "cache_reset"]
+    several = resets.replica.nunique() > 1
     for reset in resets.itertuples():
-        say(f"prefix-cache reset at {reset.time_s:.6g} s: {reset.reason}")
-    for time_s in sorted(asked_s)[len(resets) :]:
+        where = f" at replica {reset.replica}" if several else ""
+        say(f"prefix-cache reset at {reset.time_s:.6g} s{where}: {reset.reason}")
+    for time_s in sorted(asked_s)[resets.groupby("replica").size().max() if len(resets) else 0 :]:
         say(f"prefix-cache reset at {time_s:g} s: the run ended before")
 
 

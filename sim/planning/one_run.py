@@ -11,7 +11,7 @@ from servetwin.sim.commands.errors import policy_errors_told
 from servetwin.sim.commands.running import RunRequest, run_config, simulate_request
 from servetwin.sim.commands.show import listening
 from servetwin.sim.config import RunConfig
-from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.events import MemorySink
 from servetwin.sim.leaping_process import OnProgress
 from servetwin.sim.metrics import summarize
 from servetwin.sim.planning.spec import RunSpec
@@ -84,14 +84,13 @@ def run_one(
     ended_early: str | None = None
     progress = _Progress(on_progress)
     try:
-        log = EventLog(sink, log_blocks=log_blocks)
         with policy_errors_told(prepared.config.engine.scheduler.policy):
             end_ns = simulate_request(
                 prepared.request,
                 prepared.config,
                 prepared.workload,
                 engine,
-                log,
+                sink,
                 log_blocks=log_blocks,
                 on_progress=progress,
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from servetwin.sim.events import COMPLETED
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.metrics import Distribution
 from servetwin.sim.runs import HEADER, RunFolderError, read_run
 from servetwin.sim.units import NS_PER_S
