@@ -6,7 +6,7 @@ Pure: tables in, a `Story` out. `explain_life` collects the rows, `explain_waits
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from servetwin.sim.units import NS_PER_S, ns_to_seconds
 
 WAITING, BEFORE_FIRST_TOKEN, DECODING = "waiting", "running before the first token", "decoding"
 RUNNING, PREEMPTED = "running", "preempted"
+MOVING, LOST = "on its way to another replica", "lost with its replica"
 HELD_BACK = "held back by its client"
 STEP_BOUNDARY, ON_ITS_WAY = "step boundary", "on its way to the engine"
 """Before the engine has it: requests are taken in between two steps only; on the wall clock sending takes time, too."""
@@ -30,7 +31,8 @@ TAKEN_IN = {
 }
 
 ORDER_AT_ONE_INSTANT = (
-    "arrived", "sent", "queued", "first token", "finished", "aborted", "refused", "scheduled", "resumed", "preempted",
+    "arrived", "sent", "queued", "first token", "finished", "aborted", "refused", "prefilled", "lost", "received",
+    "retried", "scheduled", "resumed", "preempted",
     "wait",
 )  # fmt: skip
 
@@ -109,8 +111,12 @@ def explain(log: Tables, config: EngineConfig, request_id: str, partial: str | N
     `partial`: why the log of the run is not whole, if it is not. Raises UnknownRequestError.
     """
     life = read_life(log, request_id)
-    circumstances = Circumstances(log, config)
-    taken_in = STEP_BOUNDARY if circumstances.step_ran_at(life.sent_ns) else ON_ITS_WAY
+    replicas: set[int | None] = {None}
+    if life.several:
+        replicas = {event.replica for event in life.events} | {wait.replica for wait in life.waits}
+    circumstances = {replica: Circumstances(log, config, replica) for replica in replicas}
+    first = circumstances[life.events[0].replica if life.several else None]
+    taken_in = STEP_BOUNDARY if first.step_ran_at(life.sent_ns) else ON_ITS_WAY
     return Story(
         request_id=request_id,
         outcome=life.row.outcome,
@@ -127,17 +133,19 @@ def explain(log: Tables, config: EngineConfig, request_id: str, partial: str | N
 # ---------------------------------------------------------------- moments
 
 
-def _moments(life: Life, circumstances: Circumstances, taken_in: str) -> Iterator[Moment]:
+def _moments(
+    life: Life, circumstances: Mapping[int | None, Circumstances], taken_in: str
+) -> Iterator[Moment]:
     for event in life.events:
         yield Moment(event.time_ns, event.kind, _happened(life, event))
     for wait in life.waits:
-        text = circumstances.sentence(wait)
+        text = circumstances[wait.replica if life.several else None].sentence(wait)
         yield Moment(wait.from_ns, "wait", text, wait.until_ns, wait.reason.value)
     if life.sent_ns > life.arrival_ns:
         yield Moment(
             life.sent_ns, "sent", "sent by its client, who had as many in flight as --max-concurrency lets"
         )
-    if life.queued_ns > life.sent_ns:
+    if life.queued_ns > life.sent_ns and life.row.queued_ns is not None:
         yield Moment(life.queued_ns, "queued", TAKEN_IN[taken_in])
     if life.first_token_ns is not None:
         yield Moment(life.first_token_ns, "first token", "first token")
@@ -159,7 +167,7 @@ def _happened(life: Life, event: Event) -> str:
     )
     match event.kind:
         case "scheduled":
-            return f"first scheduled: {hits}, {blocks} taken"
+            return f"{_first_scheduled(life, event)}: {hits}, {blocks} taken"
         case "preempted":
             return f"preempted because blocks ran out: {computed} and {blocks} lost"
         case "resumed":
@@ -174,11 +182,28 @@ def _happened(life: Life, event: Event) -> str:
             return f"aborted by its client: {computed} and {blocks} given up"
         case "refused":
             return f"refused: {event.reason}"
+        case "prefilled":
+            return f"prompt computed by replica {event.replica}, which gives up {blocks}; its KV is sent on"
+        case "received":
+            return f"taken in by replica {event.replica}, which has got its KV"
+        case "lost":
+            return f"replica {event.replica} failed: {computed} and {blocks} lost"
+        case "retried":
+            return f"taken in by replica {event.replica}, to begin anew"
         case kind:
             return kind
 
 
+def _first_scheduled(life: Life, event: Event) -> str:
+    before = any(e.kind == "scheduled" and e.time_ns < event.time_ns for e in life.events)
+    where = f" at replica {event.replica}" if life.several else ""
+    return f"{'scheduled' if before else 'first scheduled'}{where}"
+
+
 # ---------------------------------------------------------------- where its time went
+
+AFTER = {"preempted": PREEMPTED, "prefilled": MOVING, "lost": LOST}
+"""What a request does after such an event, if it does not run; else it waits."""
 
 
 def _phases(life: Life, taken_in: str) -> tuple[Phase, ...]:
@@ -199,10 +224,12 @@ def _stretches(life: Life, taken_in: str) -> Iterator[tuple[str, str | None, int
         until = life.end_ns if event is None else event.time_ns
         if running:
             yield from _running(life, since, until)
+        elif name in (MOVING, LOST):
+            yield name, None, until - since
         else:
             whole = event is not None or life.row.is_written
             yield from _waiting(life, name, since, until, NEXT_SCHEDULE if whole else NOT_LOGGED)
-        since, name = until, PREEMPTED
+        since, name = until, AFTER.get(event.kind, WAITING) if event is not None else WAITING
         running = event is not None and event.kind in ("scheduled", "resumed")
 
 

@@ -17,7 +17,9 @@ from servetwin.sim.records import WaitReason
 from servetwin.sim.tables import Tables, ns_array
 from servetwin.sim.units import seconds_to_ns
 
-ENDS = ("finished", "aborted", "refused")
+ENDS = ("finished", "aborted", "refused", "lost")
+MOVES = ("prefilled", "lost")
+"""It goes on at another replica, or anew."""
 LATENCIES = {"ttft": TTFT, "tpot": TPOT, "e2e": SERVER_E2E}
 SIMILAR_IDS_FROM = 5_000
 """Ids before and after the unknown one, in alphabetical order, among which close matches are looked for."""
@@ -37,6 +39,8 @@ class Event:
     until_ns: int | None
     computed_tokens: int
     blocks: int
+    replica: int | None
+    """None: before any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,8 @@ class Life:
     first_token_ns: int | None
     end_ns: int
     """Its end, or that of the log."""
+    several: bool = False
+    """There are several replicas."""
 
     @property
     def arrival_ns(self) -> int:
@@ -90,18 +96,25 @@ def read_life(log: Tables, request_id: str) -> Life:
     if (mine.kind == "arrived").sum() != 1:
         raise UnknownRequestError(_unknown(log, request_id, len(mine)))
     events = [_event(values) for values in mine.itertuples(index=False)]
-    happened = [e for e in events if e.kind != "wait"]
+    happened = sorted((e for e in events if e.kind != "wait"), key=_order)
     row = _row(log, request_id)
     # A request is queued when its first wait begins, or is scheduled in that instant.
     queued_ns = min((e.time_ns for e in events[1:]), default=events[0].time_ns)
+    moved = any(e.kind in MOVES for e in happened)
     return Life(
         row=row,
         events=happened,
         waits=[_wait(request_id, row, happened, e) for e in events if e.kind == "wait"],
-        queued_ns=queued_ns if row.queued_ns is None else row.queued_ns,
+        queued_ns=queued_ns if row.queued_ns is None or moved else row.queued_ns,
         first_token_ns=row.first_token_ns if row.is_written else _first_saved_token(log, request_id),
         end_ns=happened[-1].time_ns if happened[-1].kind in ENDS else _end_of_log(log),
+        several=log.events.replica.nunique() > 1,
     )
+
+
+def _order(event: Event) -> tuple[int, int]:
+    """Of events at one instant at several replicas: it leaves one before it comes to another."""
+    return event.time_ns, 0 if event.kind == "arrived" else 1 if event.kind in MOVES else 2
 
 
 def _unknown(log: Tables, request_id: str, num_events: int) -> str:
@@ -123,6 +136,7 @@ def _event(values: Any) -> Event:
         _ns(values.until_s),
         values.computed_tokens,
         values.blocks,
+        None if math.isnan(values.replica) else int(values.replica),
     )
 
 
@@ -163,7 +177,7 @@ def _wait(request_id: str, row: Row, happened: Sequence[Event], wait: Event) -> 
     assert wait.reason is not None and wait.until_ns is not None, "a wait has a reason and an end"
     lost = [e.computed_tokens for e in happened if e.kind == "preempted" and e.time_ns <= wait.time_ns]
     known = _known_tokens(row, lost)
-    return Wait(request_id, WaitReason(wait.reason), wait.time_ns, wait.until_ns, known)
+    return Wait(request_id, WaitReason(wait.reason), wait.time_ns, wait.until_ns, known, wait.replica)
 
 
 def _known_tokens(row: Row, lost: Sequence[int]) -> int | None:

@@ -37,19 +37,24 @@ class Wait:
     until_ns: int
     known_tokens: int | None
     """Prompt and outputs of the request at that time; None where the log of a killed run does not say."""
+    replica: int | None = 0
+    """Where it waited."""
 
 
 class Circumstances:
-    """The engine's state while requests waited, as far as the log has it."""
+    """The state of an engine while requests waited, as far as the log has it; `replica`: which (None: the only one)."""
 
-    def __init__(self, log: Tables, config: EngineConfig) -> None:
+    def __init__(self, log: Tables, config: EngineConfig, replica: int | None = None) -> None:
+        steps, events = log.steps, log.events
+        if replica is not None:
+            steps, events = steps[steps.replica == replica], events[events.replica == replica]
         self._config = config
-        self._steps = log.steps
-        self._events = log.events
-        self._step_starts = ns_array(log.steps.start_s)
-        self._step_ends = ns_array(log.steps.end_s)
-        self._event_times = ns_array(log.events.time_s)
-        self._event_ends = ns_array(log.events.until_s)
+        self._steps = steps
+        self._events = events
+        self._step_starts = ns_array(steps.start_s)
+        self._step_ends = ns_array(steps.end_s)
+        self._event_times = ns_array(events.time_s)
+        self._event_ends = ns_array(events.until_s)
 
     def sentence(self, wait: Wait) -> str:
         """What the reason means, with the figures of the first step that found it where the log has that step."""

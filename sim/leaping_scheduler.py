@@ -120,8 +120,6 @@ class LeapingScheduler(Scheduler):
         head, reason = step.record.head, step.record.head_reason
         if head is None or step.asked or step.record.preempted or self._order_changes:
             return None
-        if self.requests[head].num_external_tokens:
-            return None
         if reason is WaitReason.SEATS:
             return 0
         # With prefix caching every refusal is a look-up that counts, and what it finds may change.
@@ -130,6 +128,8 @@ class LeapingScheduler(Scheduler):
         if reason is WaitReason.BLOCKS:
             return 0
         request = self.requests[head]
+        if request.num_external_tokens:
+            return None
         num_tokens = self._first_tokens(request, 0, self._token_budget - self.calendar.num_rows)
         return None if num_tokens is None else self.kv.blocks_for(request, num_tokens)
 

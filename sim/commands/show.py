@@ -204,6 +204,8 @@ def _figures_table(summary: Mapping[str, Any], clock: str) -> Table:
         f"{own['cached_prompt_tokens']:,} of {own['admitted_prompt_tokens']:,} prompt tokens "
         f"({_percent(own['cached_prompt_fraction'])})",
     )
+    if (cluster := own.get("cluster")) is not None:
+        table.add_row("replicas", _cluster(cluster))
     if outside := own["predicted_outside_steps"]:
         table.add_row(
             "outside the measured region", f"{outside:,} of {own['steps']:,} steps: their times are guesses"
@@ -212,6 +214,15 @@ def _figures_table(summary: Mapping[str, Any], clock: str) -> Table:
         length, rate = summary["spec_decode_acceptance_length"], summary["spec_decode_acceptance_rate"]
         table.add_row("drafts accepted", f"{rate:.1f} % ({length:.2f} tokens per verification)")
     return table
+
+
+def _cluster(figures: Mapping[str, Any]) -> str:
+    """How many, how busy, and the share of the busiest."""
+    uneven = figures["imbalance"]["busy_time_s"]
+    return (
+        f"{figures['replicas']} for {_number(figures['replica_hours'])} replica-hours, busy "
+        f"{_percent(figures['utilization'])}, the busiest {_number(uneven)} x the mean"
+    )
 
 
 def _number(value: float | None) -> str:
