@@ -27,6 +27,7 @@ COMMANDS = {
     "profile": "Measure steps of a model on this machine.",
     "fit": "Fit step times to measurements, and tell how well they foretell what was left out.",
     "validate": "Simulate a measured run again, and tell how far apart the two are.",
+    "plan": "Find the largest load that keeps its limits, or the fewest replicas for a load, and what that costs.",
     "sweep": "Run a workload with many configurations and seeds: a grid, draws, or a search; a table of all runs.",
     "kv": "How many requests fit: weights, KV cache and concurrency of a model on a card.",
     "trace": "Look at traces of requests; convert, scale, cut, merge, resample, fit and imitate them.",

@@ -9,13 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from servetwin.sim.planning.answer import Plan, plan
     from servetwin.sim.planning.results import Results, read_results
     from servetwin.sim.planning.spec import RunSpec
     from servetwin.sim.planning.study import Study
 
-__all__ = ["Results", "RunSpec", "Study", "read_results"]
+__all__ = ["Plan", "Results", "RunSpec", "Study", "plan", "read_results"]
 
-_PLACES = {"Results": "results", "RunSpec": "spec", "Study": "study", "read_results": "results"}
+_PLACES = {
+    "Plan": "answer",
+    "Results": "results",
+    "RunSpec": "spec",
+    "Study": "study",
+    "plan": "answer",
+    "read_results": "results",
+}
 
 
 def __getattr__(name: str) -> Any:

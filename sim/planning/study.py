@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from servetwin.sim.planning.answer import Plan, plan_of
 from servetwin.sim.planning.definition import SweepDefinition
 from servetwin.sim.planning.folder import RUNS, begin, check_folder
 from servetwin.sim.planning.named_files import FileDigests
@@ -76,6 +77,10 @@ class Study:
             if folder is not None:
                 write_results(folder / RESULTS, sweep.table())
         return sweep.results().frame
+
+    def plan(self, **question: Any) -> Plan:
+        """As `servetwin.sim.planning.plan`, of this workload and engine: `ttft`, `target_rate`, `vary` ..."""
+        return plan_of(self.spec, **question)
 
     @staticmethod
     def _store(folder: Path | None, store: str | Path | None) -> Store:

@@ -1,0 +1,334 @@
+"""Capacity of one configuration: the largest load it serves well, or how many replicas a load needs.
+
+Every question begins with all requests at once: what is served then is the knee, the load from which on the queue grows
+without bound, and the first guess of the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import Any
+
+from servetwin.sim.commands.errors import UsageError
+from servetwin.sim.planning.pressure import binding
+from servetwin.sim.planning.prices import Cost
+from servetwin.sim.planning.probing import Measured, Prober, replicas_of
+from servetwin.sim.planning.search import Limit, Point, find_limit
+from servetwin.sim.planning.slo import Slo
+from servetwin.sim.planning.spec import RunSpec
+
+FIRST_PART = 0.9
+"""Of the knee: where the search begins."""
+ENOUGH_TURNOVERS = 8
+"""Requests, for each that runs at once when all come together: fewer are over before the engine is steady."""
+MOST_DRAWN = 20_000
+"""Requests that are drawn at most where their number is not given."""
+IDLE_PART = 0.02
+"""Of the knee: the load at which a limit that is missed can be met by no number of replicas."""
+OnRun = Callable[[RunSpec, Measured], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is simulated for one configuration."""
+
+    seeds: int | None = None
+    """Draws of the workload (None: 3, or 1 where a seed changes nothing)."""
+    tolerance: float = 0.01
+    max_simulations: int = 14
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What was found of one configuration."""
+
+    spec: RunSpec
+    """As it was simulated, number of requests and of replicas included."""
+    slo: Slo
+    rate: float | None
+    """The largest good rate that was tried (with a target: the target); None: there is none."""
+    replicas: int
+    knee: float | None
+    """Requests/s that are served when all come at once; None: they never had to queue."""
+    limit: Limit | None
+    """Of the search; None with a target."""
+    at_limit: Measured | None
+    """A run at the rate."""
+    beyond: Measured | None
+    """A run at the lowest bad rate above it."""
+    runs: tuple[Measured, ...]
+    binding: str
+    reason: str
+    """Why it is that, in a sentence."""
+    notes: tuple[str, ...]
+    simulations: int
+
+    @property
+    def is_feasible(self) -> bool:
+        return self.rate is not None
+
+    @property
+    def headroom(self) -> float | None:
+        """How much more load there could be until the queue grows without bound, as a part of the load."""
+        return None if self.rate is None or self.knee is None else max(self.knee / self.rate - 1, 0.0)
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * int(self.spec["tensor_parallel_size"])
+
+    def cost(self, price: float | None) -> Cost | None:
+        run = self.at_limit
+        if run is None or self.rate is None:
+            return None
+        return Cost(self.gpus, price, run.output_tokens_per_s, run.total_tokens_per_s, self.rate)
+
+
+def largest_load(spec: RunSpec, slo: Slo, effort: Effort, on_run: OnRun | None = None) -> Capacity:
+    """The largest rate at which `spec` keeps `slo`."""
+    prober, saturated, notes = _saturated(spec, slo, on_run)
+    seeds = _seeds(prober, effort)
+    knee = saturated.steady.saturated_rate
+    limit = find_limit(
+        prober,
+        FIRST_PART * (knee or _rate_of(saturated)),
+        ceiling=knee,
+        tolerance=effort.tolerance,
+        seeds=seeds,
+        max_probes=max(effort.max_simulations - prober.simulations, 2),
+    )
+    if limit.rate is not None and knee is not None and limit.rate > knee * (1 + effort.tolerance):
+        notes += (
+            f"all at once {knee:.4g} requests/s are served, which is less than at the limit: the engine loses "
+            "throughput when it is overloaded",
+        )
+        knee = limit.rate
+    at_limit = None if limit.rate is None else prober.at(limit.rate)
+    beyond = _beyond(prober, limit)
+    name, reason = _binding(at_limit, beyond, saturated)
+    return Capacity(
+        spec=prober.spec,
+        slo=slo,
+        rate=limit.rate,
+        replicas=replicas_of(saturated.config),
+        knee=knee,
+        limit=limit,
+        at_limit=at_limit,
+        beyond=beyond,
+        runs=tuple(prober.all()),
+        binding=name,
+        reason=reason,
+        notes=notes,
+        simulations=prober.simulations,
+    )
+
+
+def fewest_replicas(
+    spec: RunSpec, slo: Slo, target: float, effort: Effort, max_replicas: int, on_run: OnRun | None = None
+) -> Capacity:
+    """The fewest replicas that keep `slo` at `target` requests/s. Raises UsageError where they cannot be counted."""
+    return _ReplicaSearch(spec, slo, target, effort, max_replicas, on_run).run()
+
+
+@dataclass
+class _ReplicaSearch:
+    spec: RunSpec
+    slo: Slo
+    target: float
+    effort: Effort
+    max_replicas: int
+    on_run: OnRun | None
+    probers: dict[int, Prober] = field(default_factory=dict)
+    tried: dict[int, Point] = field(default_factory=dict)
+
+    def run(self) -> Capacity:
+        single, saturated, notes = _saturated(self._with(1), self.slo, self.on_run)
+        self.probers[1], self.spec = single, single.spec
+        knee = saturated.steady.saturated_rate or _rate_of(saturated)
+        fewest = max(ceil(self.target / (knee * 1.05)), 1)
+        found = None if self._is_hopeless(single, knee) else self._search(fewest, knee)
+        if found is None:
+            return self._none(single, saturated, notes)
+        prober = self.probers[found]
+        all_at_once = saturated if found == 1 else prober.at(inf)
+        at_target = prober.at(self.target)
+        below = self.probers[found - 1].at(self.target) if found - 1 in self.tried else None
+        name, reason = _binding(at_target, below, all_at_once)
+        return Capacity(
+            spec=prober.spec,
+            slo=self.slo,
+            rate=self.target,
+            replicas=found,
+            knee=all_at_once.steady.saturated_rate,
+            limit=None,
+            at_limit=at_target,
+            beyond=below,
+            runs=tuple(run for n in sorted(self.probers) for run in self.probers[n].all()),
+            binding=name,
+            reason=reason,
+            notes=notes,
+            simulations=self._simulations(),
+        )
+
+    def _search(self, fewest: int, knee: float) -> int | None:
+        """Gallop upwards from what the knee asks for, then halve; every number below the answer is bad or untried."""
+        n = min(max(ceil(self.target / (knee * FIRST_PART)), fewest), self.max_replicas)
+        bad = fewest - 1
+        step = 1
+        while not self._is_good(n):
+            bad = max(bad, n)
+            if n >= self.max_replicas:
+                return None
+            n, step = min(n + step, self.max_replicas), step * 2
+        while n - bad > 1:
+            # Most often the first guess is right, or one too many.
+            middle = n - 1 if n - bad <= 3 else (n + bad) // 2
+            n, bad = (middle, bad) if self._is_good(middle) else (n, middle)
+        return n
+
+    def _is_good(self, replicas: int) -> bool:
+        prober = self._prober(replicas)
+        point = self.tried.setdefault(replicas, Point(self.target))
+        for seed in _seeds(prober, self.effort):
+            point.outcomes[seed] = prober(self.target, seed)
+            if len(point.outcomes) == 1 and point.is_clear:
+                break
+        return point.is_good
+
+    def _is_hopeless(self, single: Prober, knee: float) -> bool:
+        """A nearly idle engine misses the limits: more of them are no faster."""
+        return bool(self.slo.limits_ms) and not single(knee * IDLE_PART, single.seed).margin >= 0
+
+    def _none(self, single: Prober, saturated: Measured, notes: tuple[str, ...]) -> Capacity:
+        runs = tuple(run for n in sorted(self.probers) for run in self.probers[n].all())
+        most = max(self.tried, default=1)
+        worst = self.probers[most].at(self.target) if most in self.tried else single.all()[0]
+        name, reason = _binding(None, worst, saturated)
+        return Capacity(
+            spec=self.spec,
+            slo=self.slo,
+            rate=None,
+            replicas=most,
+            knee=saturated.steady.saturated_rate,
+            limit=None,
+            at_limit=None,
+            beyond=worst,
+            runs=runs,
+            binding=name,
+            reason=reason,
+            notes=notes,
+            simulations=self._simulations(),
+        )
+
+    def _prober(self, replicas: int) -> Prober:
+        if replicas not in self.probers:
+            spec = self._with(replicas)
+            self.probers[replicas] = Prober(spec, self.slo, on_run=_told(self.on_run, spec))
+        return self.probers[replicas]
+
+    def _with(self, replicas: int) -> RunSpec:
+        return self.spec.with_(replicas=replicas)
+
+    def _simulations(self) -> int:
+        return sum(prober.simulations for prober in self.probers.values())
+
+
+def _saturated(spec: RunSpec, slo: Slo, on_run: OnRun | None) -> tuple[Prober, Measured, tuple[str, ...]]:
+    """All requests at once, and enough of them where their number is ours to choose."""
+    prober = Prober(spec, slo, on_run=_told(on_run, spec))
+    run = prober.at(inf)
+    needed = min(ENOUGH_TURNOVERS * run.peak_running, MOST_DRAWN)
+    if needed <= run.requests:
+        return prober, run, ()
+    if spec["num_prompts"] is None and prober.is_drawn():
+        grown = spec.with_(num_prompts=needed)
+        larger = Prober(grown, slo, on_run=_told(on_run, grown))
+        larger.simulations = prober.simulations
+        run = larger.at(inf)
+        return (
+            larger,
+            run,
+            (f"{needed:,} requests are drawn (--num-prompts): {run.peak_running:,} run at once",),
+        )
+    return (
+        prober,
+        run,
+        (
+            f"{run.requests:,} requests are few where {run.peak_running:,} run at once: {needed:,} or more "
+            "(--num-prompts, a longer trace) would show a steady state",
+        ),
+    )
+
+
+def _told(on_run: OnRun | None, spec: RunSpec) -> Callable[[Measured], None] | None:
+    return None if on_run is None else lambda run: on_run(spec, run)
+
+
+def _seeds(prober: Prober, effort: Effort) -> Sequence[int]:
+    if effort.seeds is not None and effort.seeds < 1:
+        raise UsageError(f"--seeds {effort.seeds}: must be at least 1")
+    count = effort.seeds
+    if count is None:
+        count = 3 if prober.is_drawn() else 1
+    return range(prober.seed, prober.seed + count)
+
+
+def _rate_of(run: Measured) -> float:
+    """Requests/s over a whole run in which nobody waited."""
+    return run.counts["completed"] / max(run.end_s, 1e-9)
+
+
+def _beyond(prober: Prober, limit: Limit) -> Measured | None:
+    """The run at the lowest bad rate above the limit, the lowest of all where nothing is good."""
+    bad = [p for p in limit.points if not p.is_good and (limit.rate is None or p.rate > limit.rate)]
+    if not bad:
+        return None
+    seed = next(iter(bad[0].outcomes))
+    return prober.at(bad[0].rate, seed)
+
+
+def _binding(at_limit: Measured | None, beyond: Measured | None, saturated: Measured) -> tuple[str, str]:
+    """Of the run that misses its limits first; of all at once where none does."""
+    run = beyond if beyond is not None else (at_limit or saturated)
+    missed = run.missed
+    # Where the queue grows it says best what for when all are in it.
+    found = saturated.pressure if missed is None else run.pressure
+    # An engine that is always full does not say what a fuller step would take; another run may.
+    elasticity: dict[str, float] = {}
+    for one in (at_limit, beyond, saturated):
+        elasticity |= {} if one is None else one.pressure.elasticity
+    return binding(found, missed, elasticity | found.elasticity)
+
+
+def nearest(capacity: Capacity) -> dict[str, Any]:
+    """Of what is not feasible, the run that comes nearest: its load, and what its limits would have to be."""
+    run = max((r for r in capacity.runs if r.rate != inf), key=lambda r: r.outcome.margin)
+    values = {name: v for name, v in run.values.items() if name in capacity.slo.limits_ms}
+    return {
+        "rate": run.rate,
+        "replicas": replicas_of(run.config),
+        **{f"{name}_ms": v if v is not None and v < inf else None for name, v in values.items()},
+        "attained": run.attained,
+    }
+
+
+def slower(capacity: Capacity, factor: float, effort: Effort, on_run: OnRun | None = None) -> float | None:
+    """The largest rate if every step took `factor` times as long.
+
+    A run whose steps take f times as long at the rate r is, second by second, the run at the rate f x r watched in slow
+    motion: its latencies are f times those. So the search goes over the same runs, with limits divided by f.
+    """
+    limits = {f"{name}_ms": limit / factor for name, limit in capacity.slo.limits_ms.items()}
+    prober = Prober(capacity.spec, replace(capacity.slo, **limits), on_run=_told(on_run, capacity.spec))
+    assert capacity.rate is not None, "there is a limit to be moved"
+    limit = find_limit(
+        prober,
+        capacity.rate,
+        ceiling=capacity.knee,
+        tolerance=2 * effort.tolerance,
+        seeds=range(prober.seed, prober.seed + 1),
+        max_probes=effort.max_simulations,
+        look_beyond=False,
+    )
+    return None if limit.rate is None else limit.rate / factor
