@@ -43,7 +43,7 @@ def lognormal(n: int, mean: float, sigma: float, seed: int = 1) -> list[int]:
 def constant_engine(seats: int, step_s: float, **more: Any) -> dict[str, Any]:
     """Fields of a spec: every step takes `step_s`; nothing but the seats is scarce.
 
-    A request of one chunk and n output tokens holds its seat for n steps, so seats / (n x step_s) are served per second.
+    A request of one chunk and n output tokens holds its seat for n steps: seats / (n x step_s) are served per second.
     """
     return {
         "executor": "constant",

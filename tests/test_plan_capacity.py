@@ -163,7 +163,8 @@ class PerToken(ModelledStepTimer):
     """50 us for each token."""
 
     def __init__(self, options):
-        super().__init__(LinearStepModel(1000, prefill_token_ns=50_000, decode_row_ns=50_000), TokenSource(32_000), "own")
+        model = LinearStepModel(1000, prefill_token_ns=50_000, decode_row_ns=50_000)
+        super().__init__(model, TokenSource(32_000), "own")
 '''
 
 

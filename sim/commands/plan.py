@@ -81,8 +81,13 @@ class PlanFlags:
         float, flag(SEARCH, "Width of the bracket around the limit at the end, as a part of the rate.")
     ] = 0.01
     max_simulations: Annotated[
-        int, count(SEARCH, "Runs for one configuration; the answer says if they did not suffice.")
-    ] = 14
+        int | None,
+        count(
+            SEARCH,
+            "Runs for one configuration; the answer says if they did not suffice (default: 14, and 5 more for every "
+            "further seed; most searches need fewer).",
+        ),
+    ] = None
     step_time_error: Annotated[
         float | None,
         flag(

@@ -161,23 +161,23 @@ def _curve_table(capacity: Capacity) -> Table:
     slo, rows = capacity.slo, curve(capacity)
     table = _narrow_table(
         f"P{slo.percentile:g} in ms against the load (95 % interval)",
-        "within: share of requests inside all limits; waits for: what most of the waiting was for; LIMIT: the answer; "
-        "over: too much; KNEE: the first load beyond what can be served",
+        "within: share of requests inside all limits; waits: what most of the waiting was for; LIMIT: the answer; "
+        "over: too much; KNEE: the first load beyond what can be served; cut: not all had an answer",
     )
     preempted = any(row["preemptions"] for row in rows)
     table.add_column("req/s", justify="right", no_wrap=True)
     for name in METRICS:
         table.add_column(name.upper(), justify="right", no_wrap=True)
     if slo.limits_ms:
-        table.add_column("within", justify="right", no_wrap=True)
+        table.add_column("within %", justify="right", no_wrap=True)
     if preempted:
         table.add_column("preempted", justify="right", no_wrap=True)
-    table.add_column("waits for", no_wrap=True)
+    table.add_column("waits", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in rows:
         cells = [_number(row["rate"]), *(_latency(row, name, slo) for name in METRICS)]
         if slo.limits_ms:
-            cells.append("" if row["attained"] is None else f"{100 * row['attained']:.1f} %")
+            cells.append("" if row["attained"] is None else f"{100 * row['attained']:.1f}")
         if preempted:
             cells.append(f"{row['preemptions']:,}")
         mark = {"limit": " LIMIT", "knee": " KNEE", None: "" if row["good"] else " over"}[row["mark"]]
@@ -189,7 +189,7 @@ def _curve_table(capacity: Capacity) -> Table:
 def _latency(row: dict[str, Any], name: str, slo: Slo) -> str:
     value, between = row[f"{name}_ms"], row[f"{name}_ms_interval"]
     if value is None:
-        return "truncated"
+        return "cut"
     shown = _ms(value)
     if between is None or name not in slo.limits_ms:
         return shown
@@ -207,11 +207,16 @@ def _footnotes(found: Plan, row: Row, capacity: Capacity) -> Iterator[str]:
             f"of the run{settled}, {run.requests:,} requests in all"
         )
         for note in run.notes:
-            yield note if note.startswith("assumed") else f"note: {note}"
+            yield told_note(note)
     for note in capacity.notes:
         yield f"note: {note}"
     for text in row.unsaid:
         yield f"not in the line below: {text}"
+
+
+def told_note(note: str) -> str:
+    """As a line of its own."""
+    return note if note.startswith(("assumed: ", "note: ")) else f"note: {note}"
 
 
 def _infeasible(found: Plan) -> Iterator[RenderableType]:

@@ -11,7 +11,7 @@ from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.plan import PlanFlags
-from servetwin.sim.commands.plan_report import probe_line, report
+from servetwin.sim.commands.plan_report import probe_line, report, told_note
 from servetwin.sim.commands.show import print_json, results_console, say
 from servetwin.sim.planning.answer import Question, answer, choices_of
 from servetwin.sim.planning.capacity import Effort
@@ -113,6 +113,6 @@ class _Progress:
     def __call__(self, spec: RunSpec, run: Measured) -> None:
         for note in (n for n in run.notes if n not in self._said):
             self._said.add(note)
-            say(f"note: {note}" if not note.startswith("assumed") else note)
+            say(told_note(note))
         self._count += 1
         say(f"run {self._count}: {probe_line(run)}")

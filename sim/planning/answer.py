@@ -62,7 +62,10 @@ class Question:
             "--target-rate": (self.target_rate is None or 0 < self.target_rate < inf, "requests/s, above 0"),
             "--max-replicas": (self.max_replicas >= 1, "at least 1"),
             "--tolerance": (1e-4 <= self.effort.tolerance <= 0.5, "a part of the rate, from 0.0001 to 0.5"),
-            "--max-simulations": (self.effort.max_simulations >= 4, "at least 4"),
+            "--max-simulations": (
+                self.effort.max_simulations is None or self.effort.max_simulations >= 4,
+                "at least 4",
+            ),
             "--seeds": (self.effort.seeds is None or self.effort.seeds >= 1, "at least 1"),
             "--step-time-error": (
                 self.step_time_error is None or 0 < self.step_time_error < 1,
@@ -353,7 +356,7 @@ def plan_of(
     prices: Prices | None = None,
     seeds: int | None = None,
     tolerance: float = 0.01,
-    max_simulations: int = 14,
+    max_simulations: int | None = None,
     step_time_error: float | None = None,
     on_run: OnRun | None = None,
 ) -> Plan:

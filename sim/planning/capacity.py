@@ -25,6 +25,7 @@ ENOUGH_TURNOVERS = 8
 """Requests, for each that runs at once when all come together: fewer are over before the engine is steady."""
 MOST_DRAWN = 20_000
 """Requests that are drawn at most where their number is not given."""
+ONE_DRAW, FURTHER_DRAW = 14, 5
 IDLE_PART = 0.02
 """Of the knee: the load at which a limit that is missed can be met by no number of replicas."""
 OnRun = Callable[[RunSpec, Measured], None]
@@ -37,7 +38,14 @@ class Effort:
     seeds: int | None = None
     """Draws of the workload (None: 3, or 1 where a seed changes nothing)."""
     tolerance: float = 0.01
-    max_simulations: int = 14
+    max_simulations: int | None = None
+    """Runs for one configuration (None: ONE_DRAW with one seed, FURTHER_DRAW more for each further one)."""
+
+    def budget(self, seeds: int) -> int:
+        """Runs for a search with so many seeds."""
+        if self.max_simulations is not None:
+            return self.max_simulations
+        return ONE_DRAW + FURTHER_DRAW * (seeds - 1)
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def largest_load(spec: RunSpec, slo: Slo, effort: Effort, on_run: OnRun | None =
         ceiling=knee,
         tolerance=effort.tolerance,
         seeds=seeds,
-        max_probes=max(effort.max_simulations - prober.simulations, 2),
+        max_probes=max(effort.budget(len(seeds)) - prober.simulations, 2),
     )
     if limit.rate is not None and knee is not None and limit.rate > knee * (1 + effort.tolerance):
         notes += (
@@ -328,7 +336,7 @@ def slower(capacity: Capacity, factor: float, effort: Effort, on_run: OnRun | No
         ceiling=capacity.knee,
         tolerance=2 * effort.tolerance,
         seeds=range(prober.seed, prober.seed + 1),
-        max_probes=effort.max_simulations,
+        max_probes=effort.budget(1),
         look_beyond=False,
     )
     return None if limit.rate is None else limit.rate / factor

@@ -94,7 +94,8 @@ class Measured:
         """The limit that is missed by most, or kept by least; None: the queue alone decides."""
         if self.steady.verdict is Verdict.OVERLOADED or not self.margins:
             return None
-        return min(self.margins, key=lambda name: self.margins[name])
+        worst = min(self.margins, key=lambda name: self.margins[name])
+        return None if self.outcome.margin < 0 <= self.margins[worst] else worst
 
 
 class Prober:

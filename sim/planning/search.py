@@ -24,6 +24,8 @@ import numpy as np
 FIRST_STEPS = (1.0, 0.6, 0.28, 0.02)
 """Parts of the first guess that are tried until one is good; if the last is not, no load is."""
 STEP_UP = 1.6
+FIRST_STEP_BEYOND = 1.04
+"""Up from a ceiling that was none: it cannot be far."""
 BELOW, ABOVE = 0.4, 1.5
 """Between these parts of the limit it is looked whether loads below are good and loads above are not ..."""
 WIDEST_GAP = 1.3
@@ -156,6 +158,7 @@ class _Search:
         self._tolerance, self._seeds, self._max_probes = tolerance, seeds, max_probes
         self._points: dict[float, Point] = {}
         self._luck: dict[int, float] = {}
+        self._step_up = STEP_UP
         self._spent = 0
 
     def run(self, *, look_beyond: bool) -> Limit:
@@ -234,8 +237,13 @@ class _Search:
         else:
             return False
         while (low := self._low()) is not None and self._high_rate(low.rate) is None:
-            self._at(low.rate * STEP_UP)
+            self._climb(low.rate)
         return True
+
+    def _climb(self, rate: float) -> None:
+        """The next rate above one that is good, where nothing is known to be bad."""
+        self._at(rate * self._step_up)
+        self._step_up = min(self._step_up**2, STEP_UP)
 
     def _narrow(self) -> None:
         """Until the bracket is as narrow as was asked for, or as the noise allows."""
@@ -250,7 +258,7 @@ class _Search:
                 continue
             high = self._high_rate(low.rate)
             if high is None:
-                self._at(low.rate * STEP_UP)
+                self._climb(low.rate)
                 continue
             length = log(high / low.rate)
             if length <= log(1 + self._noise()):
@@ -279,11 +287,11 @@ class _Search:
             if (rate := self._gap(low.rate * BELOW, low.rate)) is not None:
                 self._at(rate)
             elif (high := self._high_rate(low.rate)) is None:
-                self._at(low.rate * STEP_UP)
+                self._climb(low.rate)
             elif high == self._ceiling and high not in self._points:
                 # It was not tried, only concluded.
                 if self._at(high * (1 + self._tolerance)).is_good:
-                    self._ceiling = None
+                    self._ceiling, self._step_up = None, FIRST_STEP_BEYOND
             elif (rate := self._gap(high, high * ABOVE)) is not None:
                 self._at(rate)
             else:
