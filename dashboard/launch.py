@@ -13,13 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-from servetwin.sim.runs import read_run
+from servetwin.dashboard.folders import HEADER, runs_of
+from servetwin.sim.runs import RunFolderError, read_run
 
 if find_spec("streamlit") is None:
     raise ModuleNotFoundError("No module named 'streamlit'", name="streamlit")
 
 HOST = "127.0.0.1"
-APP = Path(__file__).with_name("app.py")
+APP = Path(__file__).with_name("entry") / "streamlit_app.py"
 GRACE_S = 4.0
 """How long the server may take to end before it is killed."""
 POLL_S = 0.1
@@ -38,17 +39,16 @@ class PortError(ValueError):
 
 
 def serve(runs: Sequence[str | Path], port: int) -> int:
-    """Serves the dashboard of the given run folders at 127.0.0.1:port until SIGTERM or SIGINT.
+    """Serves the dashboard of the given folders (runs, or folders with runs below them) at 127.0.0.1:port.
 
-    Prints the address on stderr once it answers. Returns the exit code: 0 when told to end, else the server's.
-    Raises RunFolderError for a folder that is no run and PortError for a port that cannot be had. Must be
-    called from the main thread, whose signal handlers it borrows.
+    Ends with SIGTERM or SIGINT. Prints the address on stderr once it answers. Returns the exit code: 0 when told to
+    end, else the server's. Raises RunFolderError where no folder has a run that can be read, and PortError for a
+    port that cannot be had. Must be called from the main thread, whose signal handlers it borrows.
     """
     paths = [Path(run).resolve() for run in runs]
     if not paths:
-        raise ValueError("dash needs at least one run folder")
-    for path in paths:
-        read_run(path)
+        raise ValueError("dash needs at least one folder")
+    _check_runs(paths)
     _check_port(port)
     with _noted_signals() as told_to_end:
         server = subprocess.Popen(_command(paths, port), stdout=subprocess.DEVNULL, start_new_session=True)
@@ -60,6 +60,20 @@ def serve(runs: Sequence[str | Path], port: int) -> int:
             time.sleep(POLL_S)
         _end(server)
     return 0 if told_to_end else server.returncode
+
+
+def _check_runs(paths: Sequence[Path]) -> None:
+    """One run that can be read is enough: what is wrong with the others stands on their page."""
+    wrong: list[RunFolderError] = []
+    for path in runs_of(paths):
+        try:
+            read_run(path)
+            return
+        except RunFolderError as e:
+            wrong.append(e)
+    folders = [path for path in paths if path.is_dir() and not (path / HEADER).exists()]
+    below = ", and no run is below it" if folders else ""
+    raise RunFolderError(f"{wrong[0]}{below}")
 
 
 def _command(paths: Sequence[Path], port: int) -> list[str]:

@@ -259,6 +259,13 @@ class Run(Tables):
         for name in self.header["parts"].get(table, []):
             yield _read_part(self.path / name, table)
 
+    def iter_columns(
+        self, table: str, names: Sequence[str] | None, first_part: int = 0
+    ) -> Iterator[pa.Table]:
+        """The parts from `first_part` on with these columns only (None: all), which is all of a part that is read."""
+        for name in self.header["parts"].get(table, [])[first_part:]:
+            yield _read_part(self.path / name, table, names)
+
 
 def read_run(path: str | Path) -> Run:
     """Opens a run folder: complete, failed, still being written, or left by a killed process.
@@ -314,19 +321,24 @@ def _read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def _read_part(file: Path, table: str) -> pa.Table:
+def _read_part(file: Path, table: str, names: Sequence[str] | None = None) -> pa.Table:
+    """All columns of a part, or those of `names`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        part = pq.read_table(file, partitioning=None)
+        with pq.ParquetFile(file) as stored:
+            there = stored.schema_arrow.names
+            # At least one, which says how many rows there are.
+            part = stored.read([n for n in names if n in there] or there[:1] if names is not None else None)
         schema = part_schema() if table == "steps" else arrow_schema(PARTS.get(table, SCHEMAS[table]))
+        wanted = schema.names if names is None else names
         # Runs written before such a column was added.
-        for name in schema.names:
+        for name in wanted:
             if (name in LATER_COLUMNS or name not in SCHEMAS[table]) and name not in part.column_names:
                 unknown = pa.nulls(len(part), schema.field(name).type)
                 one_engine = name == REPLICA
                 part = part.append_column(name, replica_array(0, len(part)) if one_engine else unknown)
-        return part.select(schema.names)
+        return part.select(wanted)
     except (pa.ArrowException, OSError, KeyError) as e:
         raise RunFolderError(f"{file}: damaged part: {e}") from e

@@ -14,78 +14,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from engines import NO_SHAPE
 
 pytest.importorskip("streamlit", reason="needs the extra `dashboard`")
 
-from streamlit.testing.v1 import AppTest
+from dashboards import opened, shown, write_run
+from stories import Story
 
-from servetwin.dashboard import charts
-from servetwin.dashboard.launch import APP, PortError, serve
-from servetwin.sim.contract import CachedRequestData, ModelRunnerOutput, SchedulerOutput, StepResult
-from servetwin.sim.events import EventLog
-from servetwin.sim.records import Admission, EngineCoreOutputs, Finish, Frame, ScheduleRecord
+from servetwin.dashboard.charts import overview, thinning
+from servetwin.dashboard.folders import labels, runs_of
+from servetwin.dashboard.launch import PortError, serve
+from servetwin.dashboard.library import Library
 from servetwin.sim.runs import RunFolderError, RunWriter
-from servetwin.sim.timeline import StepTimes
-from servetwin.workloads import RequestSpec
-
-S = 1_000_000_000
-
-
-def write_run(path: Path, state: str = "complete") -> Path:
-    """A run of one request that gets three tokens, one a second."""
-    writer = RunWriter.create(path, {"config": {}})
-    log = EventLog(writer)
-    log.arrived(RequestSpec(request_id="a", arrival_s=0.0, prompt_tokens=4, output_tokens=3), 0)
-    for n in range(3):
-        record = ScheduleRecord(running=1, used_blocks=1 + n, free_blocks=9 - n)
-        if n == 0:
-            record.admitted = [Admission("a", False, 0, 1)]
-        cached = CachedRequestData(["a"], new_block_ids=[None], num_computed_tokens=[n])
-        frame = Frame(n, n * S, SchedulerOutput([], cached, {"a": 1}, 1, {}, [0], set()), record)
-        log.scheduled(frame)
-        ended = n == 2
-        outputs = EngineCoreOutputs({"a": [7]}, {"a": Finish("length", None)} if ended else {})
-        result = StepResult(0, S, ModelRunnerOutput([], {}, []), "constant", shape=NO_SHAPE)
-        log.stepped(frame, result, StepTimes(0, n * S, n * S, (n + 1) * S), (n + 1) * S, outputs)
-    log.close(3 * S)
-    if state == "complete":
-        writer.complete()
-    else:
-        writer.fail("interrupted")
-    return path
-
-
-def shown(monkeypatch: pytest.MonkeyPatch, *runs: Path) -> AppTest:
-    """The page for these runs, after its first run; fails when the page raised."""
-    monkeypatch.setattr(sys, "argv", [str(APP), *map(str, runs)])
-    page = AppTest.from_file(str(APP), default_timeout=60).run()
-    assert not page.exception
-    return page
-
-
-def metrics(page: AppTest) -> dict[str, str]:
-    return {m.label: m.value for m in page.metric}
-
-
-def test_the_page_shows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Key figures, three charts, no warning for a complete run."""
-    page = shown(monkeypatch, write_run(tmp_path / "a"))
-    found = metrics(page)
-    assert found["Completed requests"] == "1 of 1"
-    assert found["Median TTFT"] == "1,000 ms"
-    assert found["Peak KV use"] == "30.0%"
-    assert found["Prefix hits"] == "no data"
-    assert len(page.get("plotly_chart")) == 3
-    assert not page.warning
-
-
-def test_definitions_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GuideLLM's TPOT includes the first token: 3 s for 3 tokens."""
-    page = shown(monkeypatch, write_run(tmp_path / "a"))
-    page.selectbox(key="metric_defs").select("guidellm").run()
-    assert metrics(page)["Median TPOT"] == "1,000 ms"
-    assert any("which includes TTFT" in caption.value for caption in page.caption)
+from servetwin.sim.step_rows import StepRows
 
 
 def test_a_failed_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +52,69 @@ def test_a_damaged_run_is_an_error_on_the_page(tmp_path: Path, monkeypatch: pyte
     assert "steps/00000.parquet is listed in run.json but missing" in error.value
 
 
+def test_a_damaged_run_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run is one choice away; the damaged one stays an error when it is chosen again."""
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
+    (runs[0] / "run.json").write_text("{")
+    app = shown(monkeypatch, *runs)
+    assert "run.json: damaged" in app.error[0].value
+    app.selectbox(key="run").select(runs[1]).run()
+    assert not app.error
+    assert app.get("plotly_chart")
+
+
+def test_a_link_restores_the_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run, window and definitions come from the address, and stand there on the next page, too."""
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b")]
+    query = {"run": str(runs[1]), "from_": "0.5", "to_": "2", "defs": "guidellm"}
+    app = shown(monkeypatch, tmp_path, **query)
+    assert app.selectbox(key="run").value == runs[1]
+    assert (app.number_input(key="from_s").value, app.number_input(key="to_s").value) == (0.5, 2)
+    assert app.selectbox(key="metric_defs").value == "guidellm"
+    app.query_params.clear()  # as Streamlit does when another page is opened
+    opened(app, "runs")
+    assert app.query_params == {"run": str(runs[1]), "from": "0.5", "to": "2", "defs": "guidellm"}
+    app.button(key="whole_run").click().run()
+    assert "from" not in app.query_params
+
+
+def test_a_link_to_what_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown run is told; nonsense in the other places is left out."""
+    run = write_run(tmp_path / "a")
+    app = shown(monkeypatch, run, run="/gone", from_="x", to_="nan", defs="nobody")
+    assert "/gone" in app.warning[0].value
+    assert app.query_params == {"run": str(run), "defs": "vllm-bench"}
+
+
+def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
+    """Run folders are taken as they are, others are searched; tables of a run are not."""
+    a, b = write_run(tmp_path / "x" / "a"), write_run(tmp_path / "x" / "deep" / "b")
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    assert runs_of([b, tmp_path / "x", foreign]) == [b, a, foreign]
+    assert labels([a, b]) == {a: "a", b: "deep/b"}
+    assert labels([a]) == {a: "a"}
+
+
+def test_an_open_run_is_read_anew_when_it_has_changed(tmp_path: Path) -> None:
+    """The same object until then; afterwards old columns are kept and new parts are added to them."""
+    path = tmp_path / "a"
+    writer = RunWriter.create(path, {"config": {}})
+    library, written = Library(), Story()
+    written.step(0, 1)
+    writer.write({"steps": written.log._step_rows})
+    first = library.open(path)
+    assert first.columns.numbers("steps", "start_s").tolist() == [0]
+    assert library.open(path) is first
+    written.log._step_rows = StepRows()
+    written.step(1, 3)
+    writer.write({"steps": written.log._step_rows})
+    second = library.open(path)
+    (path / "steps" / "00000.parquet").write_bytes(b"not read again")
+    assert second.columns.numbers("steps", "start_s").tolist() == [0, 1]
+    assert second.span_s == (0, 3)
+
+
 def steps(n: int) -> pd.DataFrame:
     """A long table of steps with one spike."""
     running = np.zeros(n)
@@ -128,11 +131,11 @@ def steps(n: int) -> pd.DataFrame:
     )
 
 
-@pytest.mark.parametrize("figure", [charts.requests_over_time, charts.kv_blocks_over_time])
+@pytest.mark.parametrize("figure", [overview.requests_over_time, overview.kv_blocks_over_time])
 def test_charts_are_thinned_without_losing_the_peak(figure: Any) -> None:
     """About MAX_POINTS a trace, all traces over the same instants, the spike still there, lines as steps."""
     traces = figure(steps(100_000)).data
-    assert all(len(t.x) <= charts.MAX_POINTS + 2 for t in traces)
+    assert all(len(t.x) <= thinning.MAX_POINTS + 2 for t in traces)
     assert all(np.array_equal(t.x, traces[0].x) for t in traces)
     assert traces[0].y.max() == 50
     assert (traces[0].x[0], traces[0].x[-1]) == (0, 999.99)
@@ -141,7 +144,7 @@ def test_charts_are_thinned_without_losing_the_peak(figure: Any) -> None:
 
 def test_a_short_run_is_drawn_whole() -> None:
     """Few points are not touched, and axes have units."""
-    figure = charts.requests_over_time(steps(50))
+    figure = overview.requests_over_time(steps(50))
     assert len(figure.data[0].x) == 50
     assert figure.layout.xaxis.title.text == "time of the run (s)"
     assert figure.layout.yaxis.title.text == "requests"
@@ -150,7 +153,7 @@ def test_a_short_run_is_drawn_whole() -> None:
 def test_thinning_without_tsdownsample_keeps_extremes() -> None:
     """The fallback holds the minimum and the maximum of every piece."""
     y = np.random.default_rng(0).normal(size=10_000)
-    kept = charts.min_max(y, 100)
+    kept = thinning.min_max(y, 100)
     assert len(kept) <= 100
     assert {y.argmin(), y.argmax()} <= set(kept)
     assert (np.diff(kept) > 0).all()
@@ -167,7 +170,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     """No run folder, a port in use, no port at all: one error, before anything is started."""
     run = write_run(tmp_path / "a")
     with pytest.raises(RunFolderError, match="is not a run folder"):
-        serve([tmp_path], 8501)
+        serve([tmp_path / "a" / "steps"], 8501)
     with pytest.raises(PortError, match="port 0 is not between"):
         serve([run], 0)
     with socket.socket() as s:

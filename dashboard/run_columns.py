@@ -1,0 +1,132 @@
+"""Columns of a run folder, read one by one when they are asked for and kept as small as their numbers are.
+
+A run of a million requests has no place in frames of everything; a page needs a handful of columns of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from servetwin.sim.columns import SCHEMAS
+from servetwin.sim.runs import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+Numbers = np.ndarray[tuple[int], np.dtype[Any]]
+INT32 = np.iinfo(np.int32)
+
+
+class RunColumns:
+    """The columns of one state of a run. Rows stand in the order in which they were written."""
+
+    def __init__(self, run: Run, previous: RunColumns | None = None) -> None:
+        """`previous`: columns of an earlier state of the same run; what it has read is not read again."""
+        self.run = run
+        self._numbers: dict[tuple[str, str], Numbers] = {}
+        self._categories: dict[tuple[str, str], pd.Categorical] = {}
+        self._texts: dict[tuple[str, str], pa.ChunkedArray] = {}
+        self._part_rows: dict[str, int] = {}
+        self._known: dict[tuple[str, str], Numbers] = {}
+        self._known_parts: dict[str, int] = {}
+        if previous is not None and previous._is_before(run):
+            self._known = dict(previous._numbers)
+            self._known_parts = {table: len(previous.part_names(table)) for table in SCHEMAS}
+            self._part_rows = dict(previous._part_rows)
+
+    def part_names(self, table: str) -> Sequence[str]:
+        names: Sequence[str] = self.run.header["parts"].get(table, [])
+        return names
+
+    def numbers(self, table: str, name: str) -> Numbers:
+        """A column of times (s, NaN where none) or counts (NaN where there may be none), [rows]."""
+        return self._read(table, name, name, _numbers)
+
+    def list_lengths(self, table: str, name: str) -> Numbers:
+        """Of a column of lists, how many items each has, [rows]."""
+        return self._read(table, name, f"length of {name}", _lengths)
+
+    def _read(self, table: str, name: str, what: str, of: Callable[[pa.ChunkedArray], Numbers]) -> Numbers:
+        key = (table, what)
+        if key not in self._numbers:
+            known = self._known.pop(key, None)
+            first = 0 if known is None else self._known_parts[table]
+            chunks = [] if known is None else [known]
+            chunks += [of(part[name]) for part in self.parts(table, [name], first)]
+            self._numbers[key] = np.concatenate(chunks) if chunks else np.zeros(0)
+        return self._numbers[key]
+
+    def categories(self, table: str, name: str) -> pd.Categorical:
+        """A column of a few different texts, [rows]."""
+        import pandas as pd
+
+        key = (table, name)
+        if key not in self._categories:
+            column = self._chunked(table, name).dictionary_encode().unify_dictionaries()
+            codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in column.chunks]
+            texts = column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
+            whole = np.concatenate(codes) if codes else np.zeros(0, dtype=np.int32)
+            self._categories[key] = pd.Categorical.from_codes(
+                whole.astype(np.int32), categories=pd.Index(texts, dtype=object)
+            )
+        return self._categories[key]
+
+    def texts(self, table: str, name: str) -> pa.ChunkedArray:
+        """A column of texts that are all different, such as ids, as Arrow has it."""
+        key = (table, name)
+        if key not in self._texts:
+            self._texts[key] = self._chunked(table, name)
+        return self._texts[key]
+
+    def parts(self, table: str, names: Sequence[str], first: int = 0) -> Iterator[pa.Table]:
+        """Parts with only the columns `names`, those that its parts have beside the table's own among them."""
+        parts = self.run.iter_columns(table, names, first)
+        for name, part in zip(self.part_names(table)[first:], parts, strict=True):
+            self._part_rows[name] = len(part)
+            yield part
+
+    def part_rows(self, table: str) -> Sequence[int]:
+        """Rows of each part."""
+        if any(name not in self._part_rows for name in self.part_names(table)):
+            for _ in self.parts(table, []):
+                pass
+        return [self._part_rows[name] for name in self.part_names(table)]
+
+    def whole_part(self, table: str, name: str) -> pa.Table:
+        """One part with all its columns."""
+        first = list(self.part_names(table)).index(name)
+        return next(self.run.iter_columns(table, None, first))
+
+    def _chunked(self, table: str, name: str) -> pa.ChunkedArray:
+        import pyarrow as pa
+
+        chunks = [c for part in self.parts(table, [name]) for c in part[name].chunks]
+        return pa.chunked_array(chunks, type=pa.string())
+
+    def _is_before(self, run: Run) -> bool:
+        """Whether this is an earlier state of the same run: parts are only ever added."""
+        mine, its = self.run.header, run.header
+        same = mine.get("wall_started") == its.get("wall_started") and self.run.path == run.path
+        return same and all(
+            its["parts"].get(table, [])[: len(names)] == names for table, names in mine["parts"].items()
+        )
+
+
+def _numbers(column: pa.ChunkedArray) -> Numbers:
+    values: Numbers = column.to_numpy()
+    if values.dtype != np.int64:
+        return values
+    if len(values) and (values.min() < INT32.min or values.max() > INT32.max):
+        return values
+    return values.astype(np.int32)
+
+
+def _lengths(column: pa.ChunkedArray) -> Numbers:
+    import pyarrow.compute as pc
+
+    lengths: Numbers = pc.list_value_length(column).fill_null(0).to_numpy()
+    return lengths

@@ -1,0 +1,93 @@
+"""One run as the pages and the report read it: columns, steps of a window, events of a kind, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from servetwin.dashboard.run_columns import RunColumns
+from servetwin.dashboard.step_view import StepView, step_rows_between, steps_between
+from servetwin.sim.columns import SCHEMAS
+from servetwin.sim.runs import Run
+from servetwin.sim.step_rows import expanded
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Window = tuple[float, float]
+"""From and to, in seconds of the run."""
+
+
+class RunData:
+    """A run folder in one state; read-only, so that sessions can share it."""
+
+    def __init__(self, run: Run, version_ns: int, previous: RunData | None = None) -> None:
+        """`version_ns`: when its run.json last changed. `previous`: an earlier state, whose columns are used again."""
+        self.run = run
+        self.version_ns = version_ns
+        self.columns: RunColumns = RunColumns(run, None if previous is None else previous.columns)
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a scheduler wrote it, and not `servetwin execute`."""
+        return "engine" in self.run.config
+
+    @cached_property
+    def span_s(self) -> Window:
+        """From 0 to the end of what is logged."""
+        ends = [0.0]
+        if rows := len(self.columns.numbers("steps", "start_s")):
+            last = step_rows_between(self.columns, rows - 1, rows)
+            ends += [_latest(expanded(part, ["end_s"])["end_s"].to_numpy()) for part in last]
+        ends += [_latest(self.columns.numbers("requests", name)) for name in ("arrival_s", "finish_s")]
+        return 0.0, max(ends)
+
+    def requests(self, names: Sequence[str]) -> pd.DataFrame:
+        """Columns of requests/ in order of writing; texts of few values as categories, ids not (see `request_ids`)."""
+        import pandas as pd
+
+        return pd.DataFrame({name: self._column("requests", name) for name in names}, copy=False)
+
+    def request_ids(self, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[str]:
+        """The ids of some requests."""
+        ids: list[str] = self.columns.texts("requests", "request_id").take(rows).to_pylist()
+        return ids
+
+    def steps(self, window: Window | None, names: Sequence[str]) -> StepView:
+        """Steps in a window, or all of them (`step_view`)."""
+        return steps_between(self.columns, *(window or self.span_s), names)
+
+    def events(self, *kinds: str) -> pd.DataFrame:
+        """All events of these kinds in order of time; meant for kinds that are not one a request."""
+        if kinds not in self._events:
+            self._events[kinds] = self._events_of(kinds)
+        return self._events[kinds]
+
+    @cached_property
+    def _events(self) -> dict[tuple[str, ...], pd.DataFrame]:
+        return {}
+
+    def _events_of(self, kinds: Sequence[str]) -> pd.DataFrame:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        from servetwin.sim.columns import arrow_schema
+
+        wanted = pa.array(kinds)
+        parts = self.columns.parts("events", [*SCHEMAS["events"]])
+        found = [part.filter(pc.is_in(part["kind"], wanted)) for part in parts]
+        empty = arrow_schema(SCHEMAS["events"]).empty_table()
+        frame: pd.DataFrame = pa.concat_tables([empty, *found]).to_pandas()
+        return frame.sort_values("time_s", kind="stable", ignore_index=True)
+
+    def _column(self, table: str, name: str) -> Any:
+        if SCHEMAS[table][name] == "text":
+            return self.columns.categories(table, name)
+        return self.columns.numbers(table, name)
+
+
+def _latest(times_s: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    return float(np.nan_to_num(times_s).max(initial=0))

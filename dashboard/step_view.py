@@ -1,0 +1,115 @@
+"""Steps of a run in a window of time: one by one where they are few, by their rows on disk where they are many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from servetwin.dashboard.run_columns import Numbers, RunColumns
+from servetwin.sim.step_rows import expanded
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+EXACT_STEPS = 200_000
+"""Steps of a window that are made one by one."""
+
+
+class StepView(NamedTuple):
+    """Steps in order, with the columns that were asked for; `start_s` among them."""
+
+    frame: pd.DataFrame
+    exact: bool
+    """Whether each row is a step. Else one of a leap of like steps stands for all of them, and one more at its end
+    says what has grown until then (blocks, step time)."""
+    num_steps: int
+
+
+def steps_between(columns: RunColumns, from_s: float, to_s: float, names: Sequence[str]) -> StepView:
+    """Steps whose time, from their schedule call to the next one, touches [from_s, to_s].
+
+    `names`: integer and time columns of steps/.
+    """
+    starts, repeats = columns.numbers("steps", "start_s"), step_repeats(columns)
+    first = max(int(starts.searchsorted(from_s, side="right")) - 1, 0)
+    last = int(starts.searchsorted(to_s, side="right"))
+    num_steps = int(repeats[first:last].sum())
+    names = list(dict.fromkeys(("start_s", *names)))
+    if num_steps <= EXACT_STEPS:
+        return StepView(_one_by_one(columns, first, last, names), True, num_steps)
+    return StepView(_by_rows(columns, first, last, names), False, num_steps)
+
+
+def step_repeats(columns: RunColumns) -> Numbers:
+    """How many steps each row of the table is, [rows]."""
+    repeats = columns.numbers("steps", "repeats")
+    # Parts of the first schema version have no such column.
+    return np.nan_to_num(repeats, nan=1).astype(np.int64) if repeats.dtype.kind == "f" else repeats
+
+
+def step_rows_between(columns: RunColumns, first: int, last: int) -> list[pa.Table]:
+    """Rows [first, last) of the table as its parts have them, with all that makes single steps of them."""
+    found, begin = [], 0
+    for part, rows in zip(columns.part_names("steps"), columns.part_rows("steps"), strict=True):
+        low, high = max(first - begin, 0), min(last - begin, rows)
+        if low < high:
+            found.append(columns.whole_part("steps", part).slice(low, high - low))
+        begin += rows
+    return found
+
+
+def _one_by_one(columns: RunColumns, first: int, last: int, names: Sequence[str]) -> pd.DataFrame:
+    import pyarrow as pa
+
+    from servetwin.sim.columns import SCHEMAS, arrow_schema
+
+    empty = arrow_schema({name: SCHEMAS["steps"][name] for name in names}).empty_table()
+    parts = [expanded(part, names) for part in step_rows_between(columns, first, last)]
+    frame: pd.DataFrame = pa.concat_tables([empty, *parts]).to_pandas()
+    return frame
+
+
+def _by_rows(columns: RunColumns, first: int, last: int, names: Sequence[str]) -> pd.DataFrame:
+    """Rows as they are, and one more after each leap of several steps."""
+    import pandas as pd
+
+    rows = slice(first, last)
+    repeats = step_repeats(columns)[rows]
+    place = np.repeat(np.arange(len(repeats)), np.where(repeats > 1, 2, 1))
+    at_end = np.append(place[1:] == place[:-1], False)
+    at_end = np.concatenate([[False], at_end[:-1]])
+    changes = {name: _change(columns, name, rows, repeats) for name in names}
+    frame = {}
+    for name in names:
+        values = columns.numbers("steps", name)[rows][place]
+        change = changes[name]
+        frame[name] = values if change is None else values + np.where(at_end, change[place], 0)
+    return pd.DataFrame(frame, copy=False)
+
+
+def _change(columns: RunColumns, name: str, rows: slice, repeats: Numbers) -> Numbers | None:
+    """By how much the last step of each row differs from its first; None where it does not."""
+
+    def listed(list_name: str) -> Numbers:
+        return columns.list_lengths("steps", list_name)[rows]
+
+    known: dict[str, Callable[[], Numbers]] = {
+        "start_s": lambda: _durations(columns, rows, repeats),
+        "used_blocks": lambda: listed("blocks_begun_at"),
+        "cached_free_blocks": lambda: -listed("evictions_at"),
+        "free_blocks": lambda: listed("evictions_at") - listed("blocks_begun_at"),
+        "device_s": lambda: columns.numbers("steps", "device_growth_ns")[rows] * (repeats - 1) / 1e9,
+        "decode_context_tokens": lambda: columns.numbers("steps", "decode_rows")[rows] * (repeats - 1),
+    }
+    return known[name]() if name in known else None
+
+
+def _durations(columns: RunColumns, rows: slice, repeats: Numbers) -> Numbers:
+    """From the first step of a row to its last: its share of the time until the next row begins."""
+    starts = columns.numbers("steps", "start_s")
+    whole = np.diff(starts, append=starts[-1:])[rows]
+    until_last: Numbers = whole * (repeats - 1) / np.maximum(repeats, 1)
+    return until_last
