@@ -5,6 +5,8 @@ from __future__ import annotations
 import streamlit as st
 
 from servetwin.dashboard.run_data import RunData
+from servetwin.dashboard.step_view import StepView
+from servetwin.dashboard.words import counted
 
 STATES = {
     "running": "This run is still going on: figures cover what it has written so far.",
@@ -24,3 +26,15 @@ def run_notes(data: RunData) -> None:
         st.warning("This run was interrupted: figures cover what it had written.")
         return
     st.warning(STATES[run.state] + (f" Reason: {run.reason}." if run.reason else ""))
+
+
+def drawn_from(view: StepView, hint: str = "") -> None:
+    """How much stands behind a chart over the steps of a window."""
+    rows = (
+        ""
+        if view.exact
+        else f", drawn from {counted(len(view.frame), 'point')}; a shorter window shows every one"
+    )
+    st.caption(
+        f"{counted(view.num_steps, 'step')}{rows}. Charts keep the extremes of what they leave out. {hint}"
+    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from servetwin.dashboard.figures import Latency, completed, latencies, summary_of, timestamps
 from servetwin.dashboard.run_columns import RunColumns
 from servetwin.dashboard.step_view import StepView, step_rows_between, steps_between
 from servetwin.sim.columns import SCHEMAS
+from servetwin.sim.definitions import Timestamps
 from servetwin.sim.runs import Run
 from servetwin.sim.step_rows import expanded
 
@@ -44,6 +46,37 @@ class RunData:
             ends += [_latest(expanded(part, ["end_s"])["end_s"].to_numpy()) for part in last]
         ends += [_latest(self.columns.numbers("requests", name)) for name in ("arrival_s", "finish_s")]
         return 0.0, max(ends)
+
+    def within(self, window: Window | None) -> Window:
+        """A window as far as the run goes."""
+        low, high = window or self.span_s
+        return low, max(min(high, self.span_s[1]), low)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether steps are scheduled while others run."""
+        scheduler = self.run.config.get("engine", {}).get("scheduler", {})
+        return bool(scheduler.get("async_scheduling"))
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any]:
+        """Figures of the whole run: `summary.json`, or the same of what is written so far."""
+        return summary_of(self.run, self.columns)
+
+    @cached_property
+    def completed_times(self) -> Timestamps:
+        """Completed requests, in order of writing."""
+        return timestamps(self.columns, np.flatnonzero(completed(self.columns)))
+
+    def latencies(self, metric_defs: str) -> Mapping[str, Latency]:
+        """All latencies of completed requests by this set of definitions."""
+        if metric_defs not in self._latencies:
+            self._latencies[metric_defs] = latencies(self.run, self.completed_times, metric_defs)
+        return self._latencies[metric_defs]
+
+    @cached_property
+    def _latencies(self) -> dict[str, Mapping[str, Latency]]:
+        return {}
 
     def requests(self, names: Sequence[str]) -> pd.DataFrame:
         """Columns of requests/ in order of writing; texts of few values as categories, ids not (see `request_ids`)."""

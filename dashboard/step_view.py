@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from servetwin.dashboard.charts.thinning import min_max
 from servetwin.dashboard.run_columns import Numbers, RunColumns
 from servetwin.sim.step_rows import expanded
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 EXACT_STEPS = 200_000
 """Steps of a window that are made one by one."""
+EXTREMES = 4_000
+"""Rows that are kept for each column where there are more steps."""
 
 
 class StepView(NamedTuple):
@@ -23,8 +26,8 @@ class StepView(NamedTuple):
 
     frame: pd.DataFrame
     exact: bool
-    """Whether each row is a step. Else one of a leap of like steps stands for all of them, and one more at its end
-    says what has grown until then (blocks, step time)."""
+    """Whether each row is a step. Else there are those that hold the extremes of the columns; one of a leap of like
+    steps stands for all of them, and one more at its end says what has grown until then (blocks, step time)."""
     num_steps: int
 
 
@@ -73,21 +76,28 @@ def _one_by_one(columns: RunColumns, first: int, last: int, names: Sequence[str]
 
 
 def _by_rows(columns: RunColumns, first: int, last: int, names: Sequence[str]) -> pd.DataFrame:
-    """Rows as they are, and one more after each leap of several steps."""
+    """Rows that hold the extremes of each column, and one more after each of them that is a leap of several steps."""
     import pandas as pd
 
-    rows = slice(first, last)
-    repeats = step_repeats(columns)[rows]
-    place = np.repeat(np.arange(len(repeats)), np.where(repeats > 1, 2, 1))
-    at_end = np.append(place[1:] == place[:-1], False)
-    at_end = np.concatenate([[False], at_end[:-1]])
-    changes = {name: _change(columns, name, rows, repeats) for name in names}
+    repeats = step_repeats(columns)[first:last]
+    values = {name: columns.numbers("steps", name)[first:last] for name in names}
+    changes = {name: _change(columns, name, slice(first, last), repeats) for name in names}
+    kept: Numbers = np.unique(
+        np.concatenate([_extremes(values[name], changes[name]) for name in names if name != "start_s"])
+    )
+    place = np.repeat(kept, np.where(repeats[kept] > 1, 2, 1))
+    at_end = np.concatenate([[False], place[1:] == place[:-1]])
     frame = {}
     for name in names:
-        values = columns.numbers("steps", name)[rows][place]
         change = changes[name]
-        frame[name] = values if change is None else values + np.where(at_end, change[place], 0)
+        shown = values[name][place]
+        frame[name] = shown if change is None else shown + np.where(at_end, change[place], 0)
     return pd.DataFrame(frame, copy=False)
+
+
+def _extremes(values: Numbers, change: Numbers | None) -> Numbers:
+    kept = min_max(np.nan_to_num(values), EXTREMES)
+    return kept if change is None else np.concatenate([kept, min_max(values + change, EXTREMES)])
 
 
 def _change(columns: RunColumns, name: str, rows: slice, repeats: Numbers) -> Numbers | None:
@@ -110,6 +120,6 @@ def _change(columns: RunColumns, name: str, rows: slice, repeats: Numbers) -> Nu
 def _durations(columns: RunColumns, rows: slice, repeats: Numbers) -> Numbers:
     """From the first step of a row to its last: its share of the time until the next row begins."""
     starts = columns.numbers("steps", "start_s")
-    whole = np.diff(starts, append=starts[-1:])[rows]
-    until_last: Numbers = whole * (repeats - 1) / np.maximum(repeats, 1)
+    until = np.append(starts[rows.start + 1 : rows.stop + 1], starts[-1:])[: rows.stop - rows.start]
+    until_last: Numbers = (until - starts[rows]) * (repeats - 1) / np.maximum(repeats, 1)
     return until_last

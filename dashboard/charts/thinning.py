@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +11,7 @@ MAX_POINTS = 2_000
 """Points per trace."""
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Values = np.ndarray[tuple[int], np.dtype[Any]]
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -35,10 +36,15 @@ def _pick(x: Floats, y: Floats, limit: int) -> Indices:
     return picked
 
 
-def min_max(y: Floats, limit: int) -> Indices:
+def min_max(y: Values, limit: int) -> Indices:
     """Indices of the smallest and the largest value in each of limit / 2 equal pieces of y, in order."""
-    edges = np.linspace(0, len(y), limit // 2 + 1).astype(np.int64)
-    pieces = list(pairwise(edges))
-    lows = [start + int(y[start:stop].argmin()) for start, stop in pieces]
-    highs = [start + int(y[start:stop].argmax()) for start, stop in pieces]
-    return np.unique(np.array(lows + highs, dtype=np.int64))
+    if len(y) <= limit:
+        return np.arange(len(y))
+    pieces = limit // 2
+    length = len(y) // pieces
+    whole = y[: pieces * length].reshape(pieces, length)
+    starts = np.arange(pieces) * length
+    kept = [starts + whole.argmin(axis=1), starts + whole.argmax(axis=1)]
+    if len(rest := y[pieces * length :]):
+        kept.append(pieces * length + np.array([rest.argmin(), rest.argmax()]))
+    return np.unique(np.concatenate(kept))

@@ -2,22 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import streamlit as st
+
 from servetwin.dashboard.charts import overview as charts
-from servetwin.dashboard.notes import run_notes
-from servetwin.dashboard.run_data import RunData, Window
+from servetwin.dashboard.figures import Latency
+from servetwin.dashboard.notes import drawn_from, run_notes
+from servetwin.dashboard.run_data import RunData
 from servetwin.dashboard.state import State, time_chart
+from servetwin.dashboard.words import NO_DATA, percent, quantity
+from servetwin.sim.metrics import statistics_ms
+
+LANE_COLUMNS = ("start_s", "schedule_s", "prepare_start_s", "prepare_s", "device_start_s", "device_s", "rows")
 
 
 def page(state: State) -> None:
     data = state.data()
     run_notes(data)
-    window = shown_window(state, data)
+    latencies = data.latencies(state.metric_defs)
+    _key_figures(data.summary, latencies)
+    st.subheader("Over time")
+    window = data.within(state.window)
     view = data.steps(window, charts.STEP_COLUMNS)
     arrivals = data.columns.numbers("requests", "arrival_s")
     time_chart(charts.time_series(view.frame, arrivals, window), "overview", state)
+    drawn_from(view, "Draw a box in a panel to look at that time in all charts.")
+    _lanes(state, data)
+    left, right = st.columns([2, 1])
+    with left:
+        latency_table(latencies, state.metric_defs)
+    with right:
+        st.subheader("How requests ended")
+        st.plotly_chart(charts.finish_reasons(data.summary["servetwin"]["requests"]), key="finish_reasons")
 
 
-def shown_window(state: State, data: RunData) -> Window:
-    """The chosen window within the run."""
-    low, high = state.window or data.span_s
-    return low, min(high, data.span_s[1])
+def _key_figures(summary: Mapping[str, Any], latencies: Mapping[str, Latency]) -> None:
+    ours = summary["servetwin"]
+    figures = {
+        "Completed requests": f"{summary['completed']:,} of {summary['completed'] + summary['failed']:,}",
+        "Request throughput": quantity(summary["request_throughput"], "/s"),
+        "Output throughput": quantity(summary["output_throughput"], " tokens/s"),
+        "Median TTFT": _median(latencies["ttft"]),
+        "Median TPOT": _median(latencies["tpot"]),
+        "Preemptions": f"{ours['preemptions']:,}",
+        "Prefix hits": percent(ours["prefix_hit_rate"]),
+        "Peak KV use": percent(ours["kv_peak_used_fraction"]),
+    }
+    columns = [*st.columns(len(figures) // 2), *st.columns(len(figures) // 2)]
+    for column, (label, value) in zip(columns, figures.items(), strict=True):
+        column.metric(label, value)
+    st.caption("Of the whole run, whatever the window.")
+
+
+def _median(latency: Latency) -> str:
+    return quantity(statistics_ms(latency.distribution)["p50"], " ms")
+
+
+def _lanes(state: State, data: RunData) -> None:
+    """Where steps are in flight beside each other, one wants to see how."""
+    if not data.is_async:
+        return
+    st.subheader("Host and device")
+    view = data.steps(data.within(state.window), LANE_COLUMNS)
+    if not view.exact:
+        st.info("Choose a shorter window to see its first steps on host and device.")
+        return
+    first = view.frame.head(charts.LANE_STEPS)
+    if first[["schedule_s", "prepare_s"]].to_numpy().sum() == 0:
+        st.caption(
+            "This run has no host time: neither scheduling nor preparing a step was modelled or measured."
+        )
+    time_chart(charts.lanes(first), "lanes", state)
+    st.caption(
+        f"The first {len(first):,} steps of the window. Scheduling is asynchronous: a step is planned and prepared "
+        "while the one before it runs."
+    )
+
+
+def latency_table(latencies: Mapping[str, Latency], metric_defs: str) -> None:
+    """Statistics in ms with the formulas below."""
+    st.subheader("Latencies (ms)")
+    table = pd.DataFrame({one.label: statistics_ms(one.distribution) for one in latencies.values()}).T
+    known = table.astype(np.float64)
+    st.dataframe(known.astype(object).where(known.notna(), NO_DATA).map(_cell), key="latencies")
+    lines = [f"- **{one.label}**: {one.formula}" for one in latencies.values()]
+    st.caption(f"{metric_defs}, completed requests, percentiles linear:\n\n" + "\n".join(lines))
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else f"{value:,.6g}"
