@@ -96,6 +96,14 @@ class RunColumns:
                 pass
         return [self._part_rows[name] for name in self.part_names(table)]
 
+    def row(self, table: str, place: int) -> pa.Table:
+        """One row with all its columns."""
+        for name, rows in zip(self.part_names(table), self.part_rows(table), strict=True):
+            if place < rows:
+                return self.whole_part(table, name).slice(place, 1)
+            place -= rows
+        raise IndexError(place)
+
     def whole_part(self, table: str, name: str) -> pa.Table:
         """One part with all its columns."""
         first = list(self.part_names(table)).index(name)

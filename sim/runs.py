@@ -233,6 +233,19 @@ class Run(Tables):
         return reason
 
     @property
+    def cut_short(self) -> str | None:
+        """Why the log is not whole, as half a sentence; None when it is."""
+        match self.state:
+            case "complete":
+                return None
+            case "failed":
+                return f"the run failed ({self.reason})"
+            case "running":
+                return "the run goes on"
+            case "partial":
+                return "the process of the run was killed"
+
+    @property
     def config(self) -> dict[str, Any]:
         """The resolved configuration."""
         config: dict[str, Any] = self.header.get("config", {})

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
-
-if TYPE_CHECKING:
-    from servetwin.sim.runs import Run
 
 
 def explain(
@@ -37,7 +34,7 @@ def explain(
     log = read_run(run)
     if "engine" not in log.config:
         raise UsageError(f"{run} was not written by a scheduler: its run.json has no engine configuration")
-    story = tell(log, EngineConfig.model_validate(log.config["engine"]), request_id, _partial(log))
+    story = tell(log, EngineConfig.model_validate(log.config["engine"]), request_id, log.cut_short)
     if json:
         print_json(story.to_json())
     else:
@@ -45,16 +42,3 @@ def explain(
         for line in lines(story):
             console.print(line, soft_wrap=True, markup=False, highlight=False)
     return 0
-
-
-def _partial(run: Run) -> str | None:
-    """Why the log is not whole; None when it is."""
-    match run.state:
-        case "complete":
-            return None
-        case "failed":
-            return f"the run failed ({run.reason})"
-        case "running":
-            return "the run goes on"
-        case "partial":
-            return "the process of the run was killed"
