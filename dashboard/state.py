@@ -7,7 +7,7 @@ is opened, so the choices live in the session and are written back to the addres
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,24 +63,53 @@ def library() -> Library:
     return Library()
 
 
-def keep(key: str, name: str | None = None, default: Any = None) -> None:
-    """Keeps a widget's value over pages and in the link, as text; call it before the widget is made."""
+def keep(key: str, name: str | None = None, default: Any = None, read: Callable[[str], Any] = str) -> None:
+    """Keeps a widget's value over pages and in the link; call it before the widget with this key is made.
+
+    `read` makes a value of what the link says, and raises ValueError where that is nonsense: the default then.
+    """
     name = name or key
+    kept = st.session_state.setdefault("kept", {})
     if key not in st.session_state:
-        kept = st.session_state.setdefault("kept", {})
-        given = kept.get(key, st.query_params.get(name, default))
-        if given is not None:
-            st.session_state[key] = given
-    # A widget's own state is gone once a page without it was shown.
-    st.session_state.setdefault("kept", {})[key] = st.session_state.get(key)
+        # A widget's own state is gone once a page without it was shown.
+        value = kept[key] if key in kept else _given(name, default, read)
+        if value is not None:
+            st.session_state[key] = value
+    kept[key] = st.session_state.get(key)
     st.session_state.setdefault("names", dict(KEPT))[key] = name
+
+
+def _given(name: str, default: Any, read: Callable[[str], Any]) -> Any:
+    text = st.session_state["given"].get(name)
+    try:
+        return default if text is None else read(text)
+    except ValueError:
+        return default
+
+
+def positive(text: str) -> float:
+    """A number above 0 in a link."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+def one_of(allowed: Collection[str]) -> Callable[[str], str]:
+    """One of these words in a link."""
+
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(text)
+        return text
+
+    return read
 
 
 def choose(folders: Sequence[Path], runs: Sequence[Path]) -> State:
     """The sidebar. Restores the choices of a link when a session begins."""
-    if "restored" not in st.session_state:
+    if "given" not in st.session_state:
         _restore(runs)
-        st.session_state["restored"] = True
     if st.session_state.get("run") not in runs:
         st.session_state["run"] = runs[0] if runs else None
     with st.sidebar:
@@ -104,8 +133,11 @@ def choose(folders: Sequence[Path], runs: Sequence[Path]) -> State:
 def publish() -> None:
     """Writes the choices into the address; called when the page is done."""
     names: dict[str, str] = st.session_state.get("names", KEPT)
-    values = {name: st.session_state.get(key) for key, name in names.items()}
-    query = {name: _text(value) for name, value in values.items() if value not in (None, "", [])}
+    kept: dict[str, Any] = st.session_state.get("kept", {})
+    values = {name: st.session_state.get(key, kept.get(key)) for key, name in names.items()}
+    # What a link says for pages that were not opened yet waits for them.
+    waiting = {name: text for name, text in st.session_state["given"].items() if name not in values}
+    query = waiting | {name: _text(value) for name, value in values.items() if value not in (None, "")}
     if query != st.query_params.to_dict():
         st.query_params.from_dict(query)
 
@@ -131,7 +163,7 @@ def _look_after(data: RunData) -> None:
 
 
 def _restore(runs: Sequence[Path]) -> None:
-    query = st.query_params
+    query = st.session_state["given"] = st.query_params.to_dict()
     wanted = query.get("run")
     chosen = [run for run in runs if str(run) == wanted]
     if wanted is not None and not chosen:

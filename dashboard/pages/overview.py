@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import pandas as pd
 import streamlit as st
 
 from servetwin.dashboard.charts import overview as charts
 from servetwin.dashboard.figures import Latency
+from servetwin.dashboard.latency_table import latency_table
 from servetwin.dashboard.notes import drawn_from, run_notes
 from servetwin.dashboard.run_data import RunData
 from servetwin.dashboard.state import State, time_chart
-from servetwin.dashboard.words import NO_DATA, percent, quantity
+from servetwin.dashboard.words import percent, quantity
 from servetwin.sim.metrics import statistics_ms
 
 LANE_COLUMNS = ("start_s", "schedule_s", "prepare_start_s", "prepare_s", "device_start_s", "device_s", "rows")
@@ -81,17 +80,3 @@ def _lanes(state: State, data: RunData) -> None:
         f"The first {len(first):,} steps of the window. Scheduling is asynchronous: a step is planned and prepared "
         "while the one before it runs."
     )
-
-
-def latency_table(latencies: Mapping[str, Latency], metric_defs: str) -> None:
-    """Statistics in ms with the formulas below."""
-    st.subheader("Latencies (ms)")
-    table = pd.DataFrame({one.label: statistics_ms(one.distribution) for one in latencies.values()}).T
-    known = table.astype(np.float64)
-    st.dataframe(known.astype(object).where(known.notna(), NO_DATA).map(_cell), key="latencies")
-    lines = [f"- **{one.label}**: {one.formula}" for one in latencies.values()]
-    st.caption(f"{metric_defs}, completed requests, percentiles linear:\n\n" + "\n".join(lines))
-
-
-def _cell(value: object) -> str:
-    return value if isinstance(value, str) else f"{value:,.6g}"

@@ -9,7 +9,7 @@ from servetwin.dashboard.charts.requests import gantt, where_time_went
 from servetwin.dashboard.notes import run_notes
 from servetwin.dashboard.request_lives import OPEN, ORDERS, Chosen, Filter, choose, segments, story, table
 from servetwin.dashboard.run_data import RunData, Window
-from servetwin.dashboard.state import State, keep, time_chart
+from servetwin.dashboard.state import State, keep, one_of, time_chart
 from servetwin.dashboard.words import counted
 from servetwin.sim.events import COMPLETED
 from servetwin.sim.explain import Story
@@ -37,9 +37,7 @@ def page(state: State) -> None:
 
 
 def _filter(window: Window) -> Filter:
-    keep("order", default="arrival")
-    if st.session_state.get("order") not in ORDERS:
-        st.session_state["order"] = "arrival"
+    keep("order", default="arrival", read=one_of(ORDERS))
     first, second, third, fourth = st.columns([2, 3, 2, 2], vertical_alignment="bottom")
     return Filter(
         window=window,
@@ -78,8 +76,7 @@ def _take(shown: pd.DataFrame) -> None:
 
 
 def _one(data: RunData) -> None:
-    keep("request")
-    st.session_state.setdefault("request", "")
+    keep("request", default="")
     request_id = st.text_input("Request", key="request", placeholder="an id; or choose a row above")
     if not request_id:
         return
