@@ -108,6 +108,8 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
         "to_s": "time",
         "ended": "text",
         "peak_references": "count",
+        "released_s": "time",
+        "shared": "count or null",
         "replica": "count or null",
     },
     "itl": {"time_s": "time", "gap_s": "time", "samples": "count"},
@@ -120,7 +122,9 @@ SCHEMAS: dict[str, dict[str, Kind]] = {
     },
 }
 """`itl` holds the gaps between the outputs of requests that completed, pooled: `samples` gaps of `gap_s` ended at
-`time_s`. `replica`: the engine that it happened in, 0 in a run with one; null: at the door, before any."""
+`time_s`. Of `blocks`: `released_s` is when its last request let it go (null: while it is held, or nobody did), `shared`
+how many requests took it beside others that held it. `replica`: the engine that it happened in, 0 in a run with one;
+null: at the door, before any."""
 
 STORED_GAPS: dict[str, Kind] = {**SCHEMAS["itl"], "from_step": "count or null", "to_step": "count or null"}
 STORED_GAPS |= {"request_id": "text", "replica": "count or null"}
@@ -143,7 +147,9 @@ SHAPE_COLUMNS = (
 """What the duration of a step depends on besides its tokens and rows (`contract.StepShape`)."""
 
 REPLICA = "replica"
-LATER_COLUMNS = frozenset(["graph_tokens", "sent_s", "predicted_outside", REPLICA, *SHAPE_COLUMNS])
+LATER_COLUMNS = frozenset(
+    ["graph_tokens", "sent_s", "predicted_outside", "released_s", "shared", REPLICA, *SHAPE_COLUMNS]
+)
 """Columns that runs of this schema version may lack; they read as null then (the replica: as 0)."""
 
 ORDER = {"requests": "arrival_s", "events": "time_s", "blocks": "from_s", "itl": "time_s"}

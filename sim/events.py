@@ -412,7 +412,15 @@ class EventLog:
         to_ns = NEVER if r.to_ns is None else r.to_ns
         self._rows += 1
         self._columns["blocks"].append(
-            r.block_id, r.request_id, r.prefix_id, r.from_ns, to_ns, r.ended, r.peak_references
+            r.block_id,
+            r.request_id,
+            r.prefix_id,
+            r.from_ns,
+            to_ns,
+            r.ended,
+            r.peak_references,
+            NEVER if r.released_ns is None else r.released_ns,
+            r.shared,
         )
 
     def _note_new_blocks(self, frame: Frame) -> None:

@@ -24,6 +24,10 @@ class Residency:
     prefix_id: str | None = None
     """Identity under which the content can be hit; None while it cannot."""
     peak_references: int = 1
+    shared: int = 0
+    """How many requests took it beside others that held it."""
+    released_ns: int | None = None
+    """When the last one that held it let it go. It does not go back into use within a residency."""
     to_ns: int | None = None
     ended: str | None = None
     """"freed", "evicted", "reused", "lost" (with its engine)."""
@@ -46,8 +50,8 @@ class ResidencyTracker:
             case "touch":
                 self._touch(change, now_ns)
             case "release":
-                if change.references == 0 and self._open[change.block_id].prefix_id is None:
-                    self._end(change.block_id, "freed", now_ns)
+                if change.references == 0:
+                    self._release(change.block_id, now_ns)
             case "evict":
                 self._end(change.block_id, "evicted", now_ns)
             case "forget":
@@ -73,6 +77,13 @@ class ResidencyTracker:
             raise ValueError(f"block {change.block_id}: a {change.kind!r} needs the request_id it is for")
         self._open[change.block_id] = Residency(change.block_id, change.request_id, now_ns, prefix_id)
 
+    def _release(self, block_id: int, now_ns: int) -> None:
+        """Nobody holds it any more; it stays where it is for as long as it can be hit."""
+        residency = self._open[block_id]
+        residency.released_ns = now_ns
+        if residency.prefix_id is None:
+            self._end(block_id, "freed", now_ns)
+
     def _forget(self, change: BlockChange, now_ns: int) -> None:
         """A free block has nothing left to keep; one in use goes on without being findable."""
         if change.references == 0:
@@ -86,6 +97,7 @@ class ResidencyTracker:
             self._end(change.block_id, "reused", now_ns)
             self._start(change, now_ns, residency.prefix_id)
         else:
+            residency.shared += 1
             residency.peak_references = max(residency.peak_references, change.references)
 
     def _end(self, block_id: int, ended: str, now_ns: int) -> None:

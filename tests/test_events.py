@@ -213,7 +213,7 @@ def test_a_block_without_content_is_freed() -> None:
     """A residency without a hash ends with its last reference."""
     take = BlockChange(1, "take", "a", references=1)
     assert residencies((0, take), (4, BlockChange(1, "release", "a", references=0))) == [
-        ("a", None, 0, 4, "freed", 1)
+        ("a", None, 0, 4, "freed", 1, 4, 0)
     ]
 
 
@@ -230,9 +230,9 @@ def test_cached_content_outlives_its_request() -> None:
         (9, BlockChange(1, "evict", prefix_id="p")),
         (9, BlockChange(1, "take", "d", references=1)),
     ) == [
-        ("a", "p", 0, 6, "reused", 2),
-        ("c", "p", 6, 9, "evicted", 1),
-        ("d", None, 9, None, None, 1),
+        ("a", "p", 0, 6, "reused", 2, 4, 1),
+        ("c", "p", 6, 9, "evicted", 1, 7, 0),
+        ("d", None, 9, None, None, 1, None, 0),
     ]
 
 
