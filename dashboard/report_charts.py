@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from servetwin.dashboard import charts
+from servetwin.dashboard.charts import overview as charts
 from servetwin.sim.runs import Run
 
 if TYPE_CHECKING:
