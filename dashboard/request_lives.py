@@ -10,6 +10,7 @@ import numpy as np
 
 from servetwin.dashboard.figures import completed, timestamps
 from servetwin.dashboard.life_log import LifeLog
+from servetwin.dashboard.residencies import Residencies
 from servetwin.dashboard.run_columns import Numbers
 from servetwin.dashboard.run_data import RunData, Window
 from servetwin.sim.config import EngineConfig
@@ -154,6 +155,21 @@ def _phases(
         else:
             yield PREEMPTED, since, time_s
         since, running = time_s, kind == "resumed"
+
+
+def running_at(data: RunData, res: Residencies, time_s: float) -> Numbers:
+    """Whether each request of `res.request_ids` runs at an instant: scheduled, not ended, not preempted."""
+    columns = data.columns
+    begun, finish = (columns.numbers("requests", name) for name in ("first_scheduled_s", "finish_s"))
+    runs = (begun <= time_s) & ~(finish <= time_s)
+    # An open request of a killed run has no row; it counts as running since its first block.
+    known = res.request_rows >= 0
+    present: Numbers = np.where(known, runs[res.request_rows], True)
+    turns = data.events("preempted", "resumed")
+    last = turns[turns.time_s <= time_s].groupby("request_id").kind.last()
+    away = res.numbers_of(last.index[last == "preempted"].to_list())
+    present[away[away >= 0]] = False
+    return present
 
 
 def story(data: RunData, request_id: str) -> Story:

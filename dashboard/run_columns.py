@@ -6,7 +6,7 @@ A run of a million requests has no place in frames of everything; a page needs a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,15 @@ Numbers = np.ndarray[tuple[int], np.dtype[Any]]
 INT32 = np.iinfo(np.int32)
 
 
+class Coded(NamedTuple):
+    """A column of texts, each different one with a number."""
+
+    codes: np.ndarray[tuple[int], np.dtype[np.int32]]
+    """[rows], -1 for null."""
+    texts: pa.StringArray
+    """Of each number."""
+
+
 class RunColumns:
     """The columns of one state of a run. Rows stand in the order in which they were written."""
 
@@ -29,6 +38,7 @@ class RunColumns:
         self.run = run
         self._numbers: dict[tuple[str, str], Numbers] = {}
         self._categories: dict[tuple[str, str], pd.Categorical] = {}
+        self._coded: dict[tuple[str, str], Coded] = {}
         self._texts: dict[tuple[str, str], pa.ChunkedArray] = {}
         self._part_rows: dict[str, int] = {}
         self._known: dict[tuple[str, str], Numbers] = {}
@@ -66,14 +76,23 @@ class RunColumns:
 
         key = (table, name)
         if key not in self._categories:
+            coded = self.coded(table, name)
+            categories = pd.Index(coded.texts.to_pylist(), dtype=object)
+            self._categories[key] = pd.Categorical.from_codes(coded.codes, categories=categories)
+        return self._categories[key]
+
+    def coded(self, table: str, name: str) -> Coded:
+        """A column of texts as numbers, with the texts that they stand for."""
+        import pyarrow as pa
+
+        key = (table, name)
+        if key not in self._coded:
             column = self._chunked(table, name).dictionary_encode().unify_dictionaries()
             codes = [chunk.indices.fill_null(-1).to_numpy() for chunk in column.chunks]
-            texts = column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
+            texts = column.chunk(0).dictionary if column.num_chunks else pa.array([], pa.string())
             whole = np.concatenate(codes) if codes else np.zeros(0, dtype=np.int32)
-            self._categories[key] = pd.Categorical.from_codes(
-                whole.astype(np.int32), categories=pd.Index(texts, dtype=object)
-            )
-        return self._categories[key]
+            self._coded[key] = Coded(whole.astype(np.int32), texts)
+        return self._coded[key]
 
     def texts(self, table: str, name: str) -> pa.ChunkedArray:
         """A column of texts that are all different, such as ids, as Arrow has it."""

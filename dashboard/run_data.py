@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from servetwin.dashboard.figures import Latency, completed, latencies, summary_of, timestamps
+from servetwin.dashboard.residencies import Residencies
 from servetwin.dashboard.run_columns import RunColumns
 from servetwin.dashboard.step_view import StepView, step_rows_between, steps_between
 from servetwin.sim.columns import SCHEMAS
@@ -31,6 +32,11 @@ class RunData:
         self.run = run
         self.version_ns = version_ns
         self.columns: RunColumns = RunColumns(run, None if previous is None else previous.columns)
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Folder and state, for caches."""
+        return str(self.run.path), self.version_ns
 
     @property
     def has_engine(self) -> bool:
@@ -77,6 +83,19 @@ class RunData:
     @cached_property
     def _latencies(self) -> dict[str, Mapping[str, Latency]]:
         return {}
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block; 0 where no scheduler wrote the run."""
+        size: int = self.run.config.get("engine", {}).get("cache", {}).get("block_size", 0)
+        return size
+
+    @cached_property
+    def residencies(self) -> Residencies | None:
+        """Who had which block; None where the run did not log it."""
+        if not len(self.columns.numbers("blocks", "block_id")):
+            return None
+        return Residencies.of(self.columns, self.span_s[1])
 
     def requests(self, names: Sequence[str]) -> pd.DataFrame:
         """Columns of requests/ in order of writing; texts of few values as categories, ids not (see `request_ids`)."""
