@@ -69,14 +69,18 @@ def simulate_cluster(
     leaps: bool = True,
     plans: bool = False,
     on_progress: OnProgress | None = None,
+    on_log: Callable[[EventLog], object] | None = None,
 ) -> int:
     """Serves `workload` to its end; returns the end in simulated ns. Keywords as for `simulation.simulate`.
 
     `config.cluster` says how many replicas there are and who gets which request; each is built from `parts`, or from
-    its own of them (they may be different cards). All logs go to `sink`, each with its replica. The same seed gives the
-    same run.
+    its own of them (they may be different cards). All logs go to `sink`, each with its replica; `on_log` is told of each
+    at the start. The same seed gives the same run.
     """
     fleet = _Fleet(config, workload, parts, sink, log_blocks, save_tokens, rows_per_part)
+    if on_log is not None:
+        for log in fleet.logs:
+            on_log(log)
     return fleet.run(
         tokens,
         on_request,
@@ -106,13 +110,13 @@ class _Fleet:
             raise ValueError(f"parts of {len(self._parts)} replicas were given; the cluster may have {count}")
         self._env = simpy.Environment(0)
         self._log_blocks = log_blocks
-        self._logs = [
+        self.logs = [
             (PrefillLog if role is Role.PREFILL else EventLog)(
                 sink, log_blocks=log_blocks, save_tokens=save_tokens, replica=index
             )
             for index, role in enumerate(_roles(self._cluster))
         ]
-        for log in self._logs:
+        for log in self.logs:
             if rows_per_part is not None:
                 log.flush_at_rows(rows_per_part)
 
@@ -163,7 +167,7 @@ class _Fleet:
                 index,
                 _kv_tokens(self._parts[index].engine),
                 build_at(index),
-                self._logs[index],
+                self.logs[index],
                 door.ended,
                 lambda: door.is_over,
                 role,
@@ -179,7 +183,7 @@ class _Fleet:
             for replica in door.replicas:
                 if replica.driver is not None:
                     replica.driver.settle()
-            for log in self._logs:
+            for log in self.logs:
                 log.close(now)
         return end.time_ns
 

@@ -124,6 +124,14 @@ class RunFlags(SimulationFlags):
         bool | None,
         _flag(RUN, "Write blocks/: the life of every KV block (default: on below 50,000 requests)."),
     ] = None
+    pace: Annotated[
+        float | None,
+        _flag(
+            RUN,
+            "At most so many simulated seconds in one second, to watch a run while it goes on (default: as fast as it "
+            "can). The run is the same.",
+        ),
+    ] = None
     json: Annotated[bool, _switch(RUN, "Print the summary as one JSON object.")] = False
 
 

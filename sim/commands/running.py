@@ -24,6 +24,7 @@ from servetwin.sim.commands.errors import UsageError, policy_errors_told
 from servetwin.sim.commands.flags import EngineFlags, RunFlags, SamplingFlags
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.loading import Load
+from servetwin.sim.commands.pace import Pace, check_pace
 from servetwin.sim.commands.show import RunProgress, command_name, print_json, results, results_console, say
 from servetwin.sim.commands.vllm_merge import with_vllm_args
 from servetwin.sim.config import EngineConfig, RunConfig
@@ -82,6 +83,7 @@ class RunRequest:
             if not 0 <= time_s < MAX_TIME_S:
                 raise UsageError(f"--reset-prefix-cache-at {time_s} must be seconds, 0 or more")
         self._check_clock()
+        check_pace(flags.pace)
         if flags.executor is None and not flags.live:
             raise UsageError(
                 "--executor is missing: torch (with --model), constant (with --step-time-s), roofline (with --gpu and "
@@ -106,6 +108,8 @@ class RunRequest:
             raise UsageError(f"--live goes with --executor torch only, got {flags.executor}")
         if flags.reset_prefix_cache_at:
             raise UsageError("--reset-prefix-cache-at goes with simulated time only, not with --live")
+        if flags.pace is not None:
+            raise UsageError("--pace goes with simulated time only: --live has the pace of the clock")
 
     def _check_cluster(self) -> None:
         flags, cluster = self.flags, self.cluster_config()
@@ -296,10 +300,14 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
     recorder = _Recorder(request, config, workload, engine)
     progress = RunProgress(len(workload), "of wall clock" if flags.live else "simulated")
     with StopRequest() as stop, recorder.ending(), progress:
+        logs: list[EventLog] = []
+        pace = _pace(flags, engine, logs, stop)
 
         def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
             progress.steps(num_steps, num_ended, now_ns)
             stop.raise_if_asked()
+            if pace is not None:
+                pace.at(now_ns)
 
         def on_step(frame: Frame, result: StepResult, outputs: EngineCoreOutputs) -> None:
             recorder.plan(frame)
@@ -334,6 +342,7 @@ def _serve(request: RunRequest, workload: ListWorkload | ClosedLoop, engine: Eng
                     on_request=recorder.request,
                     on_step=on_step if flags.save_plans else None,
                     on_progress=on_progress,
+                    on_log=logs.append,
                 )
         progress.done(end_ns)
     return recorder.summary
@@ -350,8 +359,12 @@ def simulate_request(
     on_request: Callable[[RequestSpec], None] | None = None,
     on_step: StepObserver | None = None,
     on_progress: OnProgress | None = None,
+    on_log: Callable[[EventLog], object] | None = None,
 ) -> int:
-    """Serves the workload in simulated time, as the flags say; returns the end in simulated ns."""
+    """Serves the workload in simulated time, as the flags say; returns the end in simulated ns.
+
+    `on_log`: told of every log that writes to the sink, one for each replica.
+    """
     assert engine.timer is not None, "an engine simulates or serves"
     save_tokens = request.flags.save_tokens
     if not config.cluster.is_plain:
@@ -368,12 +381,16 @@ def simulate_request(
             leaps=request.flags.leap,
             cache_resets_ns=map(seconds_to_ns, request.flags.reset_prefix_cache_at),
             max_concurrency=config.max_concurrency,
+            on_log=on_log,
         )
+    log = EventLog(sink, log_blocks=log_blocks, save_tokens=save_tokens)
+    if on_log is not None:
+        on_log(log)
     return simulate(
         config,
         workload,
         engine.timer,
-        EventLog(sink, log_blocks=log_blocks, save_tokens=save_tokens),
+        log,
         tokens=engine.tokens,
         plan_tokens=engine.runs_a_model or request.flags.save_plans,
         log_blocks=log_blocks,
@@ -386,6 +403,18 @@ def simulate_request(
         cache_resets_ns=map(seconds_to_ns, request.flags.reset_prefix_cache_at),
         max_concurrency=config.max_concurrency,
     )
+
+
+def _pace(flags: RunFlags, engine: Engine, logs: Sequence[EventLog], stop: StopRequest) -> Pace | None:
+    """Something to watch: a run that is held back, or one whose steps take their time."""
+    if engine.timer is None or (flags.pace is None and isinstance(engine.timer, ModelledStepTimer)):
+        return None
+
+    def flush() -> None:
+        for log in logs:
+            log.flush()
+
+    return Pace(flags.pace, flush, stop.raise_if_asked)
 
 
 def run_header(config: RunConfig, workload: ListWorkload | ClosedLoop, engine: Engine) -> dict[str, Any]:
