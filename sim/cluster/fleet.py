@@ -74,8 +74,8 @@ def simulate_cluster(
     """Serves `workload` to its end; returns the end in simulated ns. Keywords as for `simulation.simulate`.
 
     `config.cluster` says how many replicas there are and who gets which request; each is built from `parts`, or from
-    its own of them (they may be different cards). All logs go to `sink`, each with its replica; `on_log` is told of each
-    at the start. The same seed gives the same run.
+    its own of them (they may be different cards). All logs go to `sink`, each with its replica; `on_log` is told of
+    each at the start. The same seed gives the same run.
     """
     fleet = _Fleet(config, workload, parts, sink, log_blocks, save_tokens, rows_per_part)
     if on_log is not None:
