@@ -25,7 +25,7 @@ STOP = "stop"
 
 
 def hold(arguments: list[str], stdin: TextIO) -> int:
-    """Runs it until it ends or is to end; returns its exit code (negative: the signal that killed it)."""
+    """Runs it until it ends or is to end; returns its exit code (128 + N: killed by signal N)."""
     orders: SimpleQueue[str] = SimpleQueue()
     threading.Thread(target=_listen, args=(stdin, orders), daemon=True).start()
     # A group of its own: a Ctrl-C in the server's terminal reaches the run once, through the end of stdin.
@@ -40,7 +40,8 @@ def hold(arguments: list[str], stdin: TextIO) -> int:
         _carry_out(order, run)
         if kill_at_s is not None and time.monotonic() > kill_at_s:
             _to_all(run, signal.SIGKILL)
-    return run.wait()
+    code = run.wait()
+    return code if code >= 0 else 128 - code
 
 
 def _listen(stdin: TextIO, orders: SimpleQueue[str]) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from servetwin.sim.runs import RunFolderError
 
@@ -28,14 +28,14 @@ class LiveRun:
         self.arguments, self.folder = tuple(arguments), folder
         self.started_s = time.time()
         self.paused = self.stopping = False
-        self._said: IO[bytes] = tempfile.TemporaryFile()
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this is
         # What keeps it: when this process ends, however it ends, so does its end of the pipe.
         self._leash = subprocess.Popen(
             [sys.executable, "-m", "servetwin.dashboard.leash", *self.arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._said,
-            text=True,
+            bufsize=0,
             start_new_session=True,
         )
 
@@ -62,6 +62,20 @@ class LiveRun:
         """Ends it as Ctrl-C does: its folder holds what had happened until then."""
         self.stopping = self._tell("stop") or self.stopping
 
+    def close(self) -> None:
+        """Stops it, waits for its end, and lets go of what it said."""
+        self.stop()
+        assert self._leash.stdin is not None
+        self._leash.stdin.close()
+        self._leash.wait()
+        self._said.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def wait(self, timeout_s: float) -> int:
         """Until it has ended; raises subprocess.TimeoutExpired."""
         return self._leash.wait(timeout_s)
@@ -70,14 +84,15 @@ class LiveRun:
         """The end of what it wrote on stderr."""
         # The run writes where the file's position is, so that must not be moved.
         file = self._said.fileno()
-        return os.pread(file, SAID_BYTES, max(os.fstat(file).st_size - SAID_BYTES, 0)).decode(errors="replace")
+        return os.pread(file, SAID_BYTES, max(os.fstat(file).st_size - SAID_BYTES, 0)).decode(
+            errors="replace"
+        )
 
     def _tell(self, order: str) -> bool:
         """Whether it could be told."""
         assert self._leash.stdin is not None
         try:
-            self._leash.stdin.write(f"{order}\n")
-            self._leash.stdin.flush()
+            self._leash.stdin.write(f"{order}\n".encode())
         except (BrokenPipeError, ValueError):
             return False
         return True
@@ -103,6 +118,13 @@ class LiveRuns:
     def all(self) -> list[LiveRun]:
         """Latest first."""
         return [*self._runs.values()][::-1]
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for run in self.all():
+            run.stop()
+        for run in self.all():
+            run.close()
 
     def get(self, folder: Path) -> LiveRun | None:
         return self._runs.get(folder)

@@ -13,10 +13,11 @@ from typing import Any
 
 from servetwin.dashboard import report_page as html
 from servetwin.dashboard.caveats import caveats
+from servetwin.dashboard.library import Library
 from servetwin.dashboard.report_charts import ReportChart, report_charts
 from servetwin.sim.definitions import DEFINITIONS
 from servetwin.sim.metrics import summarize
-from servetwin.sim.runs import Run, read_run
+from servetwin.sim.runs import Run
 
 LATENCIES = {
     "ttft": "TTFT",
@@ -45,13 +46,13 @@ def report(path: str | Path, metric_defs: str | None = None) -> str:
 
     Raises RunFolderError for a folder that is no run or is damaged, ValueError for unknown definitions.
     """
-    run = read_run(path)
-    summary = run.summary
+    data = Library().open(Path(path))
+    run, summary = data.run, data.run.summary
     if metric_defs is not None and metric_defs != summary["servetwin"]["metric_defs"]:
         notes = summary["servetwin"].get("notes")
         summary = summarize(run, metric_defs)
         summary["servetwin"] |= {"notes": notes} if notes else {}
-    charts = report_charts(run, summary)
+    charts = report_charts(data, summary)
     name = run.path.resolve().name
     return html.document(
         f"servetwin report: {name}", _sections(run, summary, charts), _head(name, run, summary), charts

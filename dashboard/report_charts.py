@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from servetwin.dashboard.charts import overview as charts
-from servetwin.sim.runs import Run
+from servetwin.dashboard.charts import overview
+from servetwin.dashboard.run_data import RunData
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -23,26 +23,23 @@ class ReportChart:
     """Its x axis is the time of the run: it zooms with the others of its kind."""
 
 
-def report_charts(run: Run, summary: dict[str, Any]) -> list[ReportChart]:
+def report_charts(data: RunData, summary: dict[str, Any]) -> list[ReportChart]:
     """Those that the run has data for; none for a run without a step."""
-    if not len(run.steps):
+    view = data.steps(None, overview.STEP_COLUMNS)
+    if not view.num_steps:
         return []
+    arrivals_s = data.columns.numbers("requests", "arrival_s")
     return [
         ReportChart(
-            "Requests",
-            "Running and waiting requests after each schedule call.",
-            charts.requests_over_time(run.steps),
-            over_time=True,
-        ),
-        ReportChart(
-            "KV cache",
-            "Usable blocks: held by requests, free with content that can still be hit, free.",
-            charts.kv_blocks_over_time(run.steps),
+            "Load, queue, KV cache and steps over time",
+            "Arrivals; running and waiting requests; usable blocks held by requests, free with content that can "
+            "still be hit, free; tokens and time of each step. A count holds from its schedule call to the next.",
+            overview.time_series(view.frame, arrivals_s, data.span_s),
             over_time=True,
         ),
         ReportChart(
             "How requests ended",
             "Requests by finish reason; open: had not ended when the run did.",
-            charts.finish_reasons(summary["servetwin"]["requests"]),
+            overview.finish_reasons(summary["servetwin"]["requests"]),
         ),
     ]

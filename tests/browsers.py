@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,3 +74,21 @@ class Watched:
         path = folder / f"{name}.png"
         self.page.screenshot(path=path, full_page=True)
         return path
+
+
+@contextmanager
+def served(*folders: Path) -> Iterator[str]:
+    """The dashboard's address while it runs; it has to end well when it is told to."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-c", "from servetwin.sim.cli import main; main()", "dash", *map(str, folders)]
+    process = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("dashboard: http://127.0.0.1:")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == 0

@@ -224,8 +224,7 @@ def _zooms_go_together(watched: Watched) -> None:
     """A drag over the first chart over time sets the range of all of them."""
     page = watched.page
     charts = page.locator(".chart[data-axis=time]")
-    assert charts.count() >= 2
-    ranges = "[...document.querySelectorAll('.chart[data-axis=time]')].map(c => c.layout.xaxis.range)"
+    ranges = "[...document.querySelectorAll('.chart[data-axis=time]')].map(c => c._fullLayout.xaxis.range)"
     whole = page.evaluate(ranges)[0][1]
     plot = charts.first.locator(".nsewdrag").first
     plot.scroll_into_view_if_needed()

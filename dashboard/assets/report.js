@@ -37,7 +37,7 @@ function link(charts) {
     chart.on("plotly_relayout", async (change) => {
       if (following || !Object.keys(change).some((key) => /^xaxis\d*\.(range|autorange)/.test(key))) return;
       following = true;
-      const axis = chart.layout.xaxis;
+      const axis = chart._fullLayout.xaxis;
       const others = charts.filter((other) => other !== chart);
       await Promise.all(others.map((other) => Plotly.relayout(other, seen(other, axis))));
       following = false;

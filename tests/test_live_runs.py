@@ -1,0 +1,151 @@
+"""Runs started from the dashboard: told to pause and to stop, and gone when who started them is gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("streamlit", reason="needs the extra `dashboard`")
+
+from servetwin.dashboard.live_command import LiveChoices, arguments, as_typed, free_folder
+from servetwin.dashboard.live_runs import AT_ONCE, LiveRun, LiveRuns
+from servetwin.sim.runs import RunFolderError, read_run
+
+PATIENCE_S = 60
+SLOW = LiveChoices(
+    workload="chat", executor="constant", step_time_s=0.02, out=Path(), num_prompts=2000, pace=2
+)
+
+
+def slow(out: Path) -> list[str]:
+    """A run of many minutes."""
+    return [*arguments(SLOW)[:-1], str(out)]
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def num_parts(folder: Path) -> int:
+    try:
+        return len(read_run(folder).header["parts"]["steps"])
+    except RunFolderError:
+        return 0
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Those whose command line names the folder: leash and run."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
+
+
+@pytest.mark.serial
+def test_pause_go_on_and_stop(tmp_path: Path) -> None:
+    """Nothing is written during a pause; a stop ends a paused run, too, and leaves a folder that can be read."""
+    folder = tmp_path / "run"
+    with LiveRun(slow(folder), folder) as run:
+        until(lambda: num_parts(folder) >= 2, f"it writes: {run.said()}")
+        assert run.state == "going on"
+        run.pause()
+        assert run.state == "paused"
+        until(lambda: {p.status() for p in processes_of(folder)} >= {psutil.STATUS_STOPPED}, "it stops")
+        before = num_parts(folder)
+        time.sleep(0.8)
+        assert num_parts(folder) == before
+        run.resume()
+        until(lambda: num_parts(folder) > before, "it goes on")
+        run.pause()
+        run.stop()
+        assert run.wait(PATIENCE_S) == 130
+        assert run.state == "ended"
+        assert (read_run(folder).state, read_run(folder).reason) == ("failed", "interrupted")
+        assert "interrupted" in run.said()
+        run.pause()
+        assert run.state == "ended"
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_no_run_outlives_who_started_it(tmp_path: Path, end: signal.Signals) -> None:
+    """Whoever holds the other end of the leash is killed, even while the run is paused: the run ends as by Ctrl-C."""
+    folder = tmp_path / "run"
+    code = (
+        "import sys, time; from pathlib import Path; from servetwin.dashboard.live_runs import LiveRun\n"
+        f"run = LiveRun({slow(folder)!r}, Path({str(folder)!r}))\n"
+        "sys.stdin.readline(); run.pause(); print(flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        until(lambda: num_parts(folder) >= 1, "it writes")
+        assert parent.stdin is not None and parent.stdout is not None
+        parent.stdin.write("\n")
+        parent.stdin.flush()
+        parent.stdout.readline()
+        assert len(processes_of(folder)) == 2
+        parent.send_signal(end)
+        parent.wait(PATIENCE_S)
+        until(lambda: not processes_of(folder), "leash and run end")
+    assert read_run(folder).reason == "interrupted"
+
+
+@pytest.mark.serial
+def test_a_run_that_cannot_be_says_why(tmp_path: Path) -> None:
+    """Its exit code, and its own words."""
+    run = LiveRun(
+        ["run", "no-such-workload", "--executor", "constant", "--out", str(tmp_path / "x")], tmp_path
+    )
+    assert run.wait(PATIENCE_S) == 2
+    assert "no-such-workload" in run.said()
+
+
+def test_starting_is_refused_in_a_folder_in_use(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(RunFolderError, match="is not empty"):
+        LiveRuns().start(["run"], tmp_path)
+
+
+@pytest.mark.serial
+def test_only_so_many_go_on_at_once(tmp_path: Path) -> None:
+    runs = LiveRuns()
+    try:
+        started = [runs.start(slow(tmp_path / str(n)), tmp_path / str(n)) for n in range(AT_ONCE)]
+        with pytest.raises(RunFolderError, match="going on already"):
+            runs.start(slow(tmp_path / "more"), tmp_path / "more")
+        assert runs.all() == started[::-1]
+        assert runs.get(tmp_path / "2") is started[2]
+    finally:
+        runs.close()
+    assert {run.returncode for run in started} == {130}
+
+
+def test_the_command_is_what_one_would_type(tmp_path: Path) -> None:
+    """Flags that were left open are left out; the wall clock has neither executor nor pace; more flags come last."""
+    chosen = LiveChoices(
+        workload="chat", executor="constant", out=Path("live-1"), num_prompts=50, max_num_seqs=8, pace=5.0
+    )
+    assert as_typed(arguments(chosen)) == (
+        "servetwin run chat --executor constant --step-time-s 0.02 --num-prompts 50 --max-num-seqs 8 --pace 5.0 "
+        "--seed 0 --out live-1"
+    )
+    wall = LiveChoices(
+        workload="a b.jsonl", executor="live", out=Path("x"), model="m", pace=5.0, more="--dtype 'float32'"
+    )
+    assert as_typed(arguments(wall)) == (
+        "servetwin run 'a b.jsonl' --live --model m --seed 0 --out x --dtype float32"
+    )
+    with pytest.raises(ValueError, match="more flags"):
+        arguments(LiveChoices(workload="chat", executor="constant", out=Path("x"), more="--out 'x"))
+    (tmp_path / "live-1").mkdir()
+    assert free_folder((tmp_path,)) == tmp_path / "live-2"
+    (tmp_path / "live-1" / "run.json").write_text("{}")
+    assert free_folder((tmp_path / "live-1",)) == tmp_path / "live-2"
