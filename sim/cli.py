@@ -53,6 +53,8 @@ def make_app() -> App:
         version_flags=["--version"],
         help_format="plaintext",
         help_formatter=help_formatter(),
+        # Told by `run`, in the same words as everything else that ends a command.
+        suppress_keyboard_interrupt=False,
     )
     for name, text in COMMANDS.items():
         function = name.replace("-", "_")

@@ -101,11 +101,19 @@ def test_no_run_outlives_who_started_it(tmp_path: Path, end: signal.Signals) -> 
 @pytest.mark.serial
 def test_a_run_that_cannot_be_says_why(tmp_path: Path) -> None:
     """Its exit code, and its own words."""
-    run = LiveRun(
-        ["run", "no-such-workload", "--executor", "constant", "--out", str(tmp_path / "x")], tmp_path
-    )
-    assert run.wait(PATIENCE_S) == 2
-    assert "no-such-workload" in run.said()
+    words = [
+        "run",
+        "no-such-workload",
+        "--executor",
+        "constant",
+        "--step-time-s",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    with LiveRun(words, tmp_path) as run:
+        assert run.wait(PATIENCE_S) == 2
+        assert "no-such-workload" in run.said()
 
 
 def test_starting_is_refused_in_a_folder_in_use(tmp_path: Path) -> None:
