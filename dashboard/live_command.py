@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,11 +81,14 @@ def presets() -> dict[str, str]:
     return {preset["name"]: preset["description"] for preset in json.loads(done.stdout)["presets"]}
 
 
-def free_folder(folders: tuple[Path, ...]) -> Path:
-    """Where a new run may be written: beside the runs that are shown, under a name that nobody has."""
+def free_folder(folders: Sequence[Path], taken: Collection[Path] = ()) -> Path:
+    """Where a new run may be written: beside the runs that are shown, under a name that nobody has.
+
+    `taken`: folders of runs that have been started and may not have come to write anything.
+    """
     first = folders[0] if folders else Path("runs")
     base = first.parent if (first / "run.json").exists() else first
     number = 1
-    while (base / f"live-{number}").exists():
+    while (base / f"live-{number}").exists() or base / f"live-{number}" in taken:
         number += 1
     return base / f"live-{number}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,12 +19,14 @@ from urllib.parse import urlparse
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, ConsoleMessage, Page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium browser on the PATH")
 SCREENSHOTS = "SERVETWIN_SCREENSHOTS"
 """Environment variable: a folder in which the screenshots of the tests are kept."""
+FINDING_THE_SERVER = re.compile(r"/\w+/_stcore/(health|host-config)$")
+"""Opened at the address of a page, Streamlit first asks for its server below that address, which is a 404."""
 SCREEN = {"width": 1400, "height": 1000}
 
 
@@ -51,9 +54,9 @@ class Watched:
         self.page.on("pageerror", lambda error: self.complaints.append(f"exception: {error}"))
         self.page.on("console", self._said)
 
-    def _said(self, message: object) -> None:
-        if getattr(message, "type", "") == "error":
-            self.complaints.append(f"console: {getattr(message, 'text', '')}")
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type == "error" and not FINDING_THE_SERVER.search(message.location.get("url", "")):
+            self.complaints.append(f"console: {message.text} ({message.location.get('url')})")
 
     @property
     def hosts(self) -> set[str]:

@@ -112,9 +112,9 @@ def _choices(state: State) -> LiveChoices:
         budget = _count("Tokens per step (max_num_batched_tokens)", "live_max_num_batched_tokens")
         blocks = _count("KV-cache blocks", "live_num_gpu_blocks")
         more = st.text_input("More flags of servetwin run", key="live_more")
-        out = st.text_input(
-            "Folder to write", str(free_folder(state.folders)), key=f"live_out:{len(live_runs().all())}"
-        )
+        free = str(free_folder(state.folders, [run.folder for run in live_runs().all()]))
+        # Another name is another field: what one has typed goes with the run that it was for.
+        out = st.text_input("Folder to write", free, key=f"live_out:{free}")
     return LiveChoices(
         workload=workload or "",
         executor=executor,
