@@ -103,23 +103,33 @@ def compare_runs(
     """The default figures and those of `names`. Raises ValueError where no request completed in both."""
     pairs = pair(a.requests, b.requests)
     if not len(pairs):
-        raise ValueError(_nothing_paired(pairs))
-    chosen = definitions(metric_defs)
+        raise ValueError(nothing_paired(pairs))
     wanted = list(dict.fromkeys([*default_names(), *names]))
-    metrics = {**chosen.metrics(), **ENGINE_INTERVALS}
-    metrics["e2el"] = metrics.pop("e2e")
+    metrics = latency_metrics(metric_defs)
     bootstrap = BlockBootstrap(len(pairs), resamples=resamples, seed=seed)
     differences = {
         **_latencies(a, b, pairs, metrics, wanted, bootstrap, level),
-        **_run_figures(summarize(a, metric_defs), summarize(b, metric_defs), wanted),
+        **run_figures(summarize(a, metric_defs), summarize(b, metric_defs), wanted),
     }
     ordered = {str(name): differences[str(name)] for name in wanted}
+    return Comparison(pairs, ordered, formulas_of(pairs, metrics), level, bootstrap, list(pairing_notes(pairs)))
+
+
+def latency_metrics(metric_defs: str) -> dict[str, Metric]:
+    """By the names of `metric_names.LATENCIES`. Raises ValueError for unknown definitions."""
+    metrics = {**definitions(metric_defs).metrics(), **ENGINE_INTERVALS}
+    metrics["e2el"] = metrics.pop("e2e")
+    return metrics
+
+
+def formulas_of(pairs: Pairs, metrics: Mapping[str, Metric]) -> dict[str, str]:
+    """What each latency means for these requests."""
     held_back = any((frame.sent_s > frame.arrival_s).any() for frame in (pairs.a, pairs.b))
-    formulas = {name: metric.words(held_back=held_back) for name, metric in metrics.items()}
-    return Comparison(pairs, ordered, formulas, level, bootstrap, list(_notes(pairs)))
+    return {name: metric.words(held_back=held_back) for name, metric in metrics.items()}
 
 
-def _nothing_paired(pairs: Pairs) -> str:
+def nothing_paired(pairs: Pairs) -> str:
+    """Why two runs cannot be compared request by request."""
     if pairs.not_completed:
         reasons = "; ".join(f"{words}: {count}" for words, count in pairs.not_completed.items())
         return f"no request completed in both runs ({reasons})"
@@ -138,16 +148,28 @@ def _latencies(
     bootstrap: BlockBootstrap,
     level: float,
 ) -> dict[str, Difference]:
+    found = paired_latencies(pairs, metrics, wanted, bootstrap, level)
+    for name in wanted:
+        if name.statistic is not None and not isinstance(metric := metrics[name.quantity], RequestMetric):
+            pooled = (distribution(metric, timestamps(log.requests), log) for log in (a, b))
+            found[str(name)] = Difference(name, *(_of_pool(d, name) for d in pooled))
+    return found
+
+
+def paired_latencies(
+    pairs: Pairs,
+    metrics: Mapping[str, Metric],
+    wanted: Iterable[MetricName],
+    bootstrap: BlockBootstrap | None,
+    level: float = 0.95,
+) -> dict[str, Difference]:
+    """Of the latencies in `wanted` that single requests have; without a bootstrap they have no intervals."""
     times_a, times_b = timestamps(pairs.a), timestamps(pairs.b)
     samples: dict[str, tuple[Floats, Floats]] = {}
     found = {}
     for name in wanted:
-        if name.statistic is None:
-            continue
-        metric = metrics[name.quantity]
+        metric = metrics[name.quantity] if name.statistic is not None else None
         if not isinstance(metric, RequestMetric):
-            pooled = (distribution(metric, timestamps(log.requests), log) for log in (a, b))
-            found[str(name)] = Difference(name, *(_of_pool(d, name) for d in pooled))
             continue
         if name.quantity not in samples:
             samples[name.quantity] = _both_known(metric.of(times_a), metric.of(times_b))
@@ -161,13 +183,15 @@ def _both_known(a: Floats, b: Floats) -> tuple[Floats, Floats]:
     return np.where(unknown, np.nan, a / NS_PER_MS), np.where(unknown, np.nan, b / NS_PER_MS)
 
 
-def _paired(name: MetricName, a: Floats, b: Floats, bootstrap: BlockBootstrap, level: float) -> Difference:
+def _paired(
+    name: MetricName, a: Floats, b: Floats, bootstrap: BlockBootstrap | None, level: float
+) -> Difference:
     known = ~np.isnan(a)
     count = int(known.sum())
     if not count:
         return Difference(name, None, None, pairs=0)
     values = [_statistic(name, side[known]) for side in (a, b)]
-    if bootstrap.num_blocks < 2 or name.statistic == "max":
+    if bootstrap is None or bootstrap.num_blocks < 2 or name.statistic == "max":
         return Difference(name, *values, pairs=count)
     first, second = (_resampled(name, side, bootstrap) for side in (a, b))
     delta = second - first
@@ -196,9 +220,11 @@ def _of_pool(pool: Distribution, name: MetricName) -> float | None:
     return None if value is None else value / NS_PER_MS
 
 
-def _run_figures(
+def run_figures(
     a: Mapping[str, Any], b: Mapping[str, Any], wanted: Iterable[MetricName]
 ) -> dict[str, Difference]:
+    """Of summaries of the two runs, the figures in `wanted` that are of a run as a whole."""
+
     def figure(summary: Mapping[str, Any], name: str) -> float | None:
         value = summary[name] if name in summary else summary["servetwin"][name]
         return None if value is None else float(value)
@@ -210,7 +236,7 @@ def _run_figures(
     }
 
 
-def _notes(pairs: Pairs) -> Iterator[str]:
+def pairing_notes(pairs: Pairs) -> Iterator[str]:
     """What must be known before the figures are believed."""
     if pairs.only_in_a or pairs.only_in_b:
         yield f"{pairs.only_in_a:,} requests are in A only, {pairs.only_in_b:,} in B only: they are in no pair"

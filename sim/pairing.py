@@ -50,11 +50,13 @@ def pair(a: pd.DataFrame, b: pd.DataFrame) -> Pairs:
     """From two tables of requests. Raises ValueError where an id stands twice in one of them."""
     import pandas as pd
 
-    for side, frame in (("A", a), ("B", b)):
+    same = a.request_id.equals(b.request_id)
+    for side, frame in (("A", a), *(() if same else (("B", b),))):
         twice = frame.request_id[frame.request_id.duplicated()]
         if len(twice):
             raise ValueError(f"{side} has request {twice.iloc[0]!r} twice; requests are paired by their ids")
-    place = pd.Index(b.request_id).get_indexer(pd.Index(a.request_id))
+    # The same workload as a rule, in the same order: no need to look each id up.
+    place = np.arange(len(a)) if same else pd.Index(b.request_id).get_indexer(pd.Index(a.request_id))
     both_a = a[place >= 0]
     both_b = b.iloc[place[place >= 0]]
     done_a = both_a.finish_reason.isin(COMPLETED).to_numpy()
@@ -77,6 +79,6 @@ def pair(a: pd.DataFrame, b: pd.DataFrame) -> Pairs:
 
 
 def _reasons(a: pd.DataFrame, b: pd.DataFrame) -> dict[str, int]:
-    reasons = "A " + a.finish_reason.fillna(OPEN).reset_index(drop=True)
-    reasons = reasons + ", B " + b.finish_reason.fillna(OPEN).reset_index(drop=True)
+    first, second = (frame.finish_reason.astype(object).fillna(OPEN).reset_index(drop=True) for frame in (a, b))
+    reasons = "A " + first + ", B " + second
     return {str(words): int(count) for words, count in reasons.value_counts().sort_index().items()}

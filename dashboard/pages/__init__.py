@@ -9,6 +9,7 @@ PAGES = {
     "kv_cache": "KV cache",
     "latency": "Latency and SLO",
     "step_time": "Step-time model",
+    "compare": "Compare",
     "live": "Live",
 }
 """Module (and path in the address) -> title."""
