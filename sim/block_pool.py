@@ -259,17 +259,24 @@ class UnsharedBlockPool(BlockPool):
 
     def take(self, count: int, request_id: str) -> list[int]:
         assert count <= self.num_free, "checked by the KV-cache manager"
-        self.num_free -= count
-        head = self._head
-        self._head = end = head + count
-        blocks = self._queue[head:end]
-        if end > _COMPACT_ABOVE and end * 2 > len(self._queue):
-            del self._queue[:end]
-            self._head = 0
+        blocks = self._queue[self._head : self._head + count]
+        self.take_next(count)
         return blocks
 
     def take_one(self, request_id: str) -> int:
         return self.take(1, request_id)[0]
+
+    def next_blocks(self, most: int) -> list[int]:
+        """The free blocks in front, so many or all; they stay free."""
+        return self._queue[self._head : self._head + most]
+
+    def take_next(self, count: int) -> None:
+        """So many of them are taken."""
+        self.num_free -= count
+        end = self._head = self._head + count
+        if end > _COMPACT_ABOVE and end * 2 > len(self._queue):
+            del self._queue[:end]
+            self._head = 0
 
     def release(self, blocks: Sequence[int], request_id: str) -> None:
         self._queue += blocks

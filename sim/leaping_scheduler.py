@@ -30,6 +30,7 @@ from servetwin.sim.token_source import TokenSource
 
 _in_order = attrgetter("place")
 _NONE: list[tuple[Request, int]] = []
+_NO_STEPS: list[int] = []
 _NO_STOP = -1
 _UNKNOWN = [0]
 """A token that nobody will ask for."""
@@ -333,34 +334,42 @@ class LeapingScheduler(Scheduler):
 
     def take_blocks(self, num_steps: int) -> TakenBlocks:
         """Blocks for so many steps of the rows that sleep, of which there are enough; see `leap`."""
+        if self.kv.enable_caching:
+            return self._take_blocks_one_by_one(num_steps)
+        pool, phases, size, number = self.kv.pool, self.calendar.phases, self.kv.block_size, self.number
+        # Who begins one in the first step, and in each after it; then a block for each, in this order.
+        phase = number % size
+        turns = phases[phase:] + phases[:phase]
+        if num_steps > size:
+            turns *= -(-num_steps // size)
+        next_blocks = pool.next_blocks(self.calendar.num_rows * -(-num_steps // size))
+        begun_at: list[int] = []
+        count = 0
+        for request in turns[0]:
+            request.block_ids.append(next_blocks[count])
+            count += 1
+        free = pool.num_free - count
+        for i in range(1, num_steps):
+            for request in turns[i]:
+                request.block_ids.append(next_blocks[count])
+                begun_at.append(i)
+                count += 1
+        pool.take_next(count)
+        return self._usable_blocks - free, 0, free, 0, begun_at, _NO_STEPS
+
+    def _take_blocks_one_by_one(self, num_steps: int) -> TakenBlocks:
         begun_at: list[int] = []
         evictions_at: list[int] = []
         pool, number = self.kv.pool, self.number
-        if self.kv.enable_caching:
+        evictions = pool.num_evictions
+        self.serve_due(number)
+        used, cached_free, free, first_evictions = self._pool_figures(evictions)
+        for i in self._steps_with_blocks_to_do(num_steps):
             evictions = pool.num_evictions
-            self.serve_due(number)
-            first = self._pool_figures(evictions)
-            for i in self._steps_with_blocks_to_do(num_steps):
-                evictions = pool.num_evictions
-                self.serve_due(number + i)
-                begun_at += [i] * len(self.calendar.beginning_block(number + i))
-                evictions_at += [i] * (pool.num_evictions - evictions)
-            return TakenBlocks(*first, begun_at, evictions_at)
-        phases, size = self.calendar.phases, self.kv.block_size
-        phase = number % size
-        begins = [*phases[phase]]
-        free = pool.num_free - len(begins)
-        for i in range(1, num_steps):
-            phase += 1
-            if phase == size:
-                phase = 0
-            if beginning := phases[phase]:
-                begins += beginning
-                begun_at += [i] * len(beginning)
-        if begins:
-            for request, block in zip(begins, pool.take(len(begins), ""), strict=True):
-                request.block_ids.append(block)
-        return TakenBlocks(self._usable_blocks - free, 0, free, 0, begun_at, evictions_at)
+            self.serve_due(number + i)
+            begun_at += [i] * len(self.calendar.beginning_block(number + i))
+            evictions_at += [i] * (pool.num_evictions - evictions)
+        return used, cached_free, free, first_evictions, begun_at, evictions_at
 
     def _pool_figures(self, evictions_before: int) -> tuple[int, int, int, int]:
         pool = self.kv.pool

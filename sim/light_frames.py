@@ -93,16 +93,9 @@ class StepCost:
     """Padded size where a graph runs."""
 
 
-class TakenBlocks(NamedTuple):
-    """What steps of sleeping rows did to the pool of blocks: its counts after the schedule call of the first, ..."""
-
-    used: int
-    cached_free: int
-    free: int
-    evictions: int
-    begun_at: list[int]
-    """... and as in `Leap.blocks_begun_at`."""
-    evictions_at: list[int]
+TakenBlocks = tuple[int, int, int, int, list[int], list[int]]
+"""What steps of sleeping rows did to the pool: blocks used, cached and free, free without content, and evictions, after
+the schedule call of the first; then as `Leap.blocks_begun_at` and `evictions_at`."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +27,9 @@ from servetwin.workloads.spec import RequestSpec, Workload
 
 MANY_RULES = 10_000
 """Stop rules that are worth remembering: nearly all requests have one of few output lengths."""
+
+FEWER_COLLECTIONS = (100_000, 20, 100)
+"""Thresholds of the collector of cyclic garbage while a simulation goes on."""
 
 
 def simulate(
@@ -96,12 +101,24 @@ def simulate(
             vocab_size=vocab_size,
             **common,
         )
-    try:
-        env.run(until=env.process(engine.run()))
-    finally:
-        engine.settle()
-        log.close(int(env.now))
+    with _fewer_collections():
+        try:
+            env.run(until=env.process(engine.run()))
+        finally:
+            engine.settle()
+            log.close(int(env.now))
     return int(env.now)
+
+
+@contextmanager
+def _fewer_collections() -> Iterator[None]:
+    """Collects cyclic garbage less often: a run makes millions of objects and hardly any cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(*FEWER_COLLECTIONS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def why_stepped(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,20 +99,17 @@ class StepRows:
         """INTEGERS and RUN_INTEGERS, and LISTS."""
         for name, items in zip(LISTS, lists, strict=True):
             if items:
-                self._list(name, len(self._sources), items)
+                self._lists[name].extend(items)
+                self._list_rows[name].extend((len(self._sources), len(items)))
         self.append(source, row)
 
-    def _list(self, name: str, row: int, items: Sequence[int]) -> None:
-        self._lists[name].extend(items)
-        self._list_rows[name].extend((row, len(items)))
-
     def _pack(self) -> None:
-        first = len(self._sources) - len(self._rows)
-        width = len(DECODES)
-        for place, name in enumerate(DECODE_LISTS, start=width):
-            for i, row in enumerate(self._rows, start=first):
-                if len(row) < WIDTH and row[place]:
-                    self._list(name, i, row[place])
+        first, width = len(self._sources) - len(self._rows), len(DECODES)
+        with_lists = [(i, row) for i, row in enumerate(self._rows, first) if len(row) < WIDTH]
+        for place, name in enumerate(DECODE_LISTS, width):
+            found = [(i, items) for i, row in with_lists if (items := row[place])]
+            self._lists[name].extend(chain.from_iterable(items for _, items in found))
+            self._list_rows[name].extend(chain.from_iterable((i, len(items)) for i, items in found))
         self._chunks.append(_packed(self._rows))
         self._rows = []
 
@@ -152,9 +150,9 @@ def _packed(rows: Sequence[Row]) -> list[PackedInts]:
     """Column by column."""
     import numpy as np
 
-    whole = np.fromiter(map(len, rows), np.int64, len(rows)) == WIDTH
-    values = np.empty((len(rows), WIDTH), np.int64)
     width = len(DECODES)
+    values = np.empty((len(rows), WIDTH), np.int64)
+    whole = np.array([*map(len, rows)], np.int64) == WIDTH
     values[whole] = _matrix([row for row in rows if len(row) == WIDTH], WIDTH)
     values[~whole] = _whole_rows(_matrix([row[:width] for row in rows if len(row) != WIDTH], width))
     return PackedInts.of_each(np.ascontiguousarray(values.T))
