@@ -160,7 +160,9 @@ def carry_out(request: RunRequest) -> int:
     try:
         _check_leaping(flags, engine)
         _announce(workload, engine, trace_warnings=request.load.flags.trace_warnings)
-        if not (cluster := request.cluster_config()).is_plain:
+        if not (cluster := request.cluster_config()).is_plain and engine.timer is not None:
+            # Before a folder is made for what cannot be.
+            timer_for_each(engine.timer)
             say(f"cluster: {cluster_line(cluster)}")
         summary = _serve(request, workload, engine)
     finally:
