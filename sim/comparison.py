@@ -112,7 +112,9 @@ def compare_runs(
         **run_figures(summarize(a, metric_defs), summarize(b, metric_defs), wanted),
     }
     ordered = {str(name): differences[str(name)] for name in wanted}
-    return Comparison(pairs, ordered, formulas_of(pairs, metrics), level, bootstrap, list(pairing_notes(pairs)))
+    return Comparison(
+        pairs, ordered, formulas_of(pairs, metrics), level, bootstrap, list(pairing_notes(pairs))
+    )
 
 
 def latency_metrics(metric_defs: str) -> dict[str, Metric]:

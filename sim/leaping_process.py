@@ -305,20 +305,17 @@ class LeapingProcess(Driver[LightFrame]):
         costs = self._timer.leap_costs(shape, most, None if event_ns is None else event_ns - now)
         before = self._submitted[0]
         before.times.update_ns = self._host.update_of(before.frame.shape.rows)
-        overlap = Overlap(self._timeline.copy(), self._host, shape.rows, costs)
+        overlap = Overlap(self._timeline, self._host, shape.rows, costs)
         steps = overlap.run(now, before.times, event_ns, self._abort_ns())
         return _OverlappedPlan(steps, now, shape, costs, overlap) if steps else None
 
     def _take_off_overlapped(self, plan: _OverlappedPlan, steps: int) -> None:
         overlap = plan.overlap
-        if steps < plan.num_steps:
-            overlap.cut(self._timeline, steps)
-        else:
-            self._timeline = overlap.timeline
+        overlap.settle(steps)
         block_log = self._block_log(overlap.starts.__getitem__, plan.start_ns) if self._logs_blocks else None
         leap = self._scheduler.leap(steps, plan.shape, block_log)
         last = self._engine.leapt_over(leap, overlap.starts[-1])
-        self._submitted.append(Submitted(last, plan.costs.cost(steps - 1), overlap.times[-1]))
+        self._submitted.append(Submitted(last, plan.costs.cost(steps - 1), overlap.times_of(steps - 1)))
         self._in_the_air = _OverlappedInTheAir(leap, plan.costs, overlap)
 
     def _land_overlapped(self, landed: _OverlappedInTheAir) -> None:
@@ -339,17 +336,15 @@ class LeapingProcess(Driver[LightFrame]):
         leap.num_steps = steps
         leap.blocks_begun_at = [i for i in leap.blocks_begun_at if i < steps]
         leap.evictions_at = [i for i in leap.evictions_at if i < steps]
-        times = overlap.times[:steps]
         leap.each_start_ns = overlap.starts[:steps]
-        leap.each_prepare_start_ns = [t.prepare_start_ns for t in times]
-        leap.each_device_start_ns = [t.device_start_ns for t in times]
+        leap.each_prepare_start_ns = overlap.prepare_starts[:steps]
+        leap.each_device_start_ns = overlap.device_starts[:steps]
         leap.each_device_ns = overlap.device_ns[:steps]
         # A step is over when the boundary after its successor's schedule call has come.
         leap.each_end_ns = overlap.ends[1 : steps + 1]
         outputs = LightOutputs(regular=leap.shape.rows)
-        self.log.leapt(
-            leap, costs.first, self._timer.source, overlap.starts[0], times[0], leap.each_end_ns[-1], outputs
-        )
+        first, end_ns = overlap.times_of(0), leap.each_end_ns[-1]
+        self.log.leapt(leap, costs.first, self._timer.source, overlap.starts[0], first, end_ns, outputs)
 
     def _block_log(self, start_of: Callable[[int], int], start_ns: int) -> Callable[[int], None]:
         """Tells the log what became of blocks in a step of a leap that begins at `start_ns`."""

@@ -79,6 +79,8 @@ def pair(a: pd.DataFrame, b: pd.DataFrame) -> Pairs:
 
 
 def _reasons(a: pd.DataFrame, b: pd.DataFrame) -> dict[str, int]:
-    first, second = (frame.finish_reason.astype(object).fillna(OPEN).reset_index(drop=True) for frame in (a, b))
+    first, second = (
+        frame.finish_reason.astype(object).fillna(OPEN).reset_index(drop=True) for frame in (a, b)
+    )
     reasons = "A " + first + ", B " + second
     return {str(words): int(count) for words, count in reasons.value_counts().sort_index().items()}

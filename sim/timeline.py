@@ -30,14 +30,14 @@ class Timeline:
     """
 
     def __init__(self, *, overlaps_preparation: bool = True, turnaround_ns: int = 0) -> None:
-        self._overlaps_preparation = overlaps_preparation
+        self.overlaps_preparation = overlaps_preparation
         self._turnaround_ns = turnaround_ns
         self._worker_free_ns = 0
         self._device_free_ns = 0
 
     def copy(self) -> Timeline:
         """Another one that goes on from the same instant."""
-        other = Timeline(overlaps_preparation=self._overlaps_preparation, turnaround_ns=self._turnaround_ns)
+        other = Timeline(overlaps_preparation=self.overlaps_preparation, turnaround_ns=self._turnaround_ns)
         other._worker_free_ns, other._device_free_ns = self._worker_free_ns, self._device_free_ns
         return other
 
@@ -49,13 +49,18 @@ class Timeline:
         self._device_ends(device_start + device_ns)
         return StepTimes(schedule_ns, prepare_start, device_start, self._device_free_ns)
 
+    def go_on_after(self, times: StepTimes, prepare_ns: int) -> None:
+        """This was the last step, after others that are not to be counted."""
+        self._worker_free_ns = times.prepare_start_ns + prepare_ns
+        self._device_ends(times.device_end_ns)
+
     def prepare_start(self, now_ns: int) -> int:
         """When the worker begins with a step that is handed to it at `now_ns`."""
         return max(now_ns, self._worker_free_ns)
 
     def between_steps_ns(self, schedule_ns: int, update_ns: int) -> int:
         """From one schedule call to the worker's beginning, where steps follow each other one at a time."""
-        if self._overlaps_preparation:
+        if self.overlaps_preparation:
             return schedule_ns
         return max(schedule_ns, self._turnaround_ns - update_ns)
 
@@ -66,5 +71,5 @@ class Timeline:
 
     def _device_ends(self, device_end_ns: int) -> None:
         self._device_free_ns = device_end_ns
-        if not self._overlaps_preparation:
+        if not self.overlaps_preparation:
             self._worker_free_ns = device_end_ns + self._turnaround_ns
