@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from kernel_mutations import KERNELS
 from mutation import Mutation
+from sweep_mutations import SWEEPS
 
 GOLDENS = "test_golden_decisions.py::test_decisions_equal_the_recorded_ones"
 RULE_TESTS = "test_scheduler_rules.py"
@@ -1090,4 +1091,4 @@ LEAPS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS
+MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS

@@ -81,8 +81,8 @@ class SweepDefinition:
 
     def specs(self, point: Point) -> list[RunSpec]:
         """The runs of a point, one a seed."""
-        spec = self.base.with_(**point)
-        return [spec.with_(seed=spec[SEED] + i) for i in range(self.seeds)]
+        spec = self.base.with_read(**point)
+        return [spec.with_read(seed=spec[SEED] + i) for i in range(self.seeds)]
 
     def names(self) -> list[str]:
         """The fields that vary, in the order given."""

@@ -69,10 +69,20 @@ class RunSpec:
         spec = self
         for name, value in values.items():
             if name == WORKLOAD:
-                spec = replace(spec, workload=None if value is None else str(value))
+                spec = spec.with_read(workload=None if value is None else str(value))
+                continue
+            spec = spec.with_read(**{name: parsed(name, value)})
+        return spec
+
+    def with_read(self, **values: Any) -> Self:
+        """The same with values that `with_` or `parsed` has read before; nothing is checked again."""
+        spec = self
+        for name, value in values.items():
+            if name == WORKLOAD:
+                spec = replace(spec, workload=value)
                 continue
             group = run_field(name).group
-            spec = spec._with_group(group, replace(spec.group(group), **{name: parsed(name, value)}))
+            spec = spec._with_group(group, replace(spec.group(group), **{name: value}))
         return spec
 
     def _with_group(self, name: str, group: Any) -> Self:
