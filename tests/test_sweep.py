@@ -21,7 +21,7 @@ from servetwin.sim.cli import run
 from servetwin.sim.planning import Study, read_results
 from servetwin.sim.planning.backends import Processes
 from servetwin.sim.planning.record import Record
-from servetwin.sim.planning.results import by_point
+from servetwin.sim.planning.results import by_point, half_widths
 from servetwin.sim.planning.spec import RunSpec
 from servetwin.sim.planning.worker import Task
 from servetwin.sim.run_files import RunFolderError
@@ -85,6 +85,11 @@ def test_seeds_are_common_to_all_points(tmp_path: Path) -> None:
     tokens = frame.total_input_tokens.tolist()
     assert tokens[:2] == tokens[2:]
     assert tokens[0] != tokens[1]
+    widths = half_widths(read_results(out))
+    # Of two numbers a and b: t(0.975, 1 degree of freedom) x |a - b| / 2.
+    assert widths.total_input_tokens.tolist() == pytest.approx(
+        [12.7062 * abs(tokens[0] - tokens[1]) / 2] * 2, 1e-4
+    )
     means = by_point(read_results(out))
     assert means.total_input_tokens.tolist() == [sum(tokens[:2]) / 2] * 2
     assert means.runs.tolist() == [2, 2]
@@ -472,6 +477,7 @@ def wait_for_the_end_of_group(group: int) -> None:
     raise AssertionError("a process of the sweep is still there")
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_ctrl_c_ends_a_sweep_within_seconds(jobs: str, tmp_path: Path) -> None:
     """Exit code 130, what had ended is in the table, no process stays, and --resume goes on."""
@@ -489,6 +495,7 @@ def test_ctrl_c_ends_a_sweep_within_seconds(jobs: str, tmp_path: Path) -> None:
     assert not results.complete
 
 
+@pytest.mark.serial
 def test_processes_end_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
     """SIGKILL takes no time to say good-bye; its processes notice by themselves."""
     with two_of_four_done(tmp_path, "2") as process:
@@ -560,3 +567,15 @@ def test_the_help_shows_every_flag_of_run(capsys: pytest.CaptureFixture[str]) ->
     shown = set(text.split())
     assert {flag for flag in flags if flag.rstrip(".,;:)(") == flag} - shown <= of_one_run
     assert "--max-num-batched-tokens" in shown
+
+
+def test_seeds_that_change_nothing_are_told(
+    tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace with constant steps draws nothing; a preset draws its requests."""
+    note = "all seeds gave the same figures"
+    swept(tmp_path / "trace", workload, *CONSTANT, "--seeds", "2", "--jobs", "1")
+    assert note in capsys.readouterr().err
+    swept(tmp_path / "one", workload, *CONSTANT, "--jobs", "1")
+    swept(tmp_path / "preset", "chat", "--num-prompts", "5", *CONSTANT, "--seeds", "2", "--jobs", "1")
+    assert note not in capsys.readouterr().err

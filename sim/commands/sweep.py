@@ -14,8 +14,8 @@ from servetwin.sim.commands.flag_kinds import count, flag, switch
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, SamplingFlags, SimulationFlags
 from servetwin.sim.commands.trace_flags import TraceFlags
 
-SWEEP = Group("Sweep", sort_key=0)
-RUNNING = Group("Where and how it runs", sort_key=0)
+SWEEP = Group("Sweep", sort_key=-3)
+RUNNING = Group("Where and how it runs", sort_key=-2)
 
 
 @Parameter(name="*")
@@ -67,7 +67,11 @@ class SweepFlags:
     out: Annotated[
         Path | None,
         flag(
-            RUNNING, "Folder for results.parquet, one row a run. Required, but for --dry-run.", "--out", "-o"
+            RUNNING,
+            "Folder for results.parquet, one row a run; a run that fails is a row with its error, and the exit code 1. "
+            "Required, but for --dry-run.",
+            "--out",
+            "-o",
         ),
     ] = None
     resume: Annotated[

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from servetwin.sim.commands.show import results_console
-from servetwin.sim.planning.results import FAILED, Results, by_point
-from servetwin.sim.planning.sweep import Ended
+from servetwin.sim.commands.run_fields import plain
+from servetwin.sim.commands.show import print_json, results_console
+from servetwin.sim.planning.results import FAILED, Results, by_point, half_widths
+from servetwin.sim.planning.sweep import Ended, PlannedRun, Sweep
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SHOWN = (
     ("request_throughput", "requests\n/s"),
@@ -26,6 +31,8 @@ SHOWN = (
 )
 """Columns of the table on the screen."""
 MOST_ROWS = 40
+INTERVAL = "half_width_95"
+"""Key of a point's intervals: half the width of the 95 % t interval of each mean, over the seeds."""
 
 
 class SweepProgress:
@@ -89,9 +96,26 @@ def _points(results: Results) -> list[dict[str, Any]]:
     names = ["completed", *(name for name, _ in SHOWN)]
     names += [objective] if objective and objective not in names else []
     frame = by_point(results)
-    columns = ["point", *results.parameters, "runs", "failed_runs", *(n for n in names if n in frame.columns)]
-    rows = frame[list(dict.fromkeys(columns))].astype(object)
+    names = [name for name in names if name in frame.columns]
+    columns = ["point", *results.parameters, "runs", "failed_runs", *names]
+    points = _records(frame[list(dict.fromkeys(columns))])
+    if results.about["seeds"] > 1:
+        for point, widths in zip(points, _records(half_widths(results)[names]), strict=True):
+            point[INTERVAL] = widths
+    return points
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as JSON values."""
+    rows = frame.astype(object)
     return [{str(k): v for k, v in row.items()} for row in rows.where(rows.notna(), None).to_dict("records")]
+
+
+def seeds_are_alike(results: Results) -> bool:
+    """There are several seeds, and in no point do they make a difference."""
+    frame = results.frame[results.frame.state != FAILED]
+    alike = frame.groupby("point")[[*results.figures]].nunique(dropna=False)
+    return bool(results.about["seeds"] > 1 and len(frame) and (alike == 1).all(axis=None))
 
 
 def show(results: Results, file: Path) -> None:
@@ -110,30 +134,46 @@ def show(results: Results, file: Path) -> None:
         cells = ["no data" if point.get(name) is None else _cell(point[name]) for name, _ in shown]
         if point["failed_runs"]:
             cells[0] = f"{point['failed_runs']} failed"
-        table.add_row(*(_cell(point[name]) for name in results.parameters), *cells)
+        table.add_row(*(escape(_cell(point[name])) for name in results.parameters), *cells)
     console = _printed(table, len(points))
     frame = results.frame
     failed = frame[frame.state == FAILED]
     if len(failed):
-        console.print(
-            f"failed: {len(failed)} of {len(frame)} runs; run {failed.run.iloc[0]}: {failed.error.iloc[0]}"
-        )
+        first = failed.iloc[0]
+        _say_line(console, f"failed: {len(failed)} of {len(frame)} runs; run {first.run}: {first.error}")
     found = best(results)
     if found is not None:
-        chosen = ", ".join(f"{name} {_cell(found[name])}" for name in results.parameters)
-        console.print(
-            f"best {objective} ({results.about['direction']}): {_cell(found[objective])} with {chosen}"
-        )
-    console.print(f"all runs     {file}", soft_wrap=True)
+        chosen = ", ".join(f"{name} {_cell(found[name])}" for name in results.parameters) or "the only point"
+        told = _cell(found[objective])
+        if found.get(INTERVAL, {}).get(objective) is not None:
+            told += f" ± {_cell(found[INTERVAL][objective])} (95 % interval over {seeds} seeds)"
+        _say_line(console, f"best {objective} ({results.about['direction']}): {told} with {chosen}")
+    _say_line(console, f"all runs     {file}")
 
 
-def show_points(points: Sequence[Mapping[str, Any]]) -> None:
-    """The points that would be run."""
-    table = _table("Points", list(points[0]))
+def show_plan(sweep: Sweep, planned: Sequence[PlannedRun], num_reused: int, *, json: bool) -> int:
+    """What a sweep would do: the points of its first batch, which are all of them unless some are chosen by others."""
+    seeds = sweep.definition.seeds
+    points = [{name: plain(value) for name, value in run.point.items()} for run in planned[::seeds]]
+    if json:
+        counts = {"num_points": sweep.num_points, "num_runs": sweep.num_runs, "reused": num_reused}
+        print_json({"dry_run": True, "points": points, **counts})
+        return 0
+    table = _table("Points", sweep.definition.names())
     for point in points[:MOST_ROWS]:
-        table.add_row(*map(_cell, point.values()))
-    if points[0]:
-        _printed(table, len(points))
+        table.add_row(*(escape(_cell(value)) for value in point.values()))
+    console = _printed(table, len(points)) if points[0] else results_console()
+    line = f"{sweep.num_points:,} points x {seeds:,} seeds = {sweep.num_runs:,} runs, {num_reused:,} of them done "
+    line += "already"
+    if later := sweep.num_runs - len(planned):
+        line += f"; {later:,} more are chosen by what these give"
+    _say_line(console, line)
+    return 0
+
+
+def _say_line(console: Console, line: str) -> None:
+    """As it is: brackets in an error are no markup."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _table(title: str, parameters: Sequence[str]) -> Table:
@@ -149,7 +189,7 @@ def _printed(table: Table, num_points: int) -> Console:
     console.width = max(console.width, console.measure(table).maximum)
     console.print(table)
     if num_points > MOST_ROWS:
-        console.print(f"and {num_points - MOST_ROWS} more points")
+        _say_line(console, f"and {num_points - MOST_ROWS} more points")
     return console
 
 

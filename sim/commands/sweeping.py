@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from servetwin.sim.commands.errors import UsageError
 from servetwin.sim.commands.interrupt import StopRequest
 from servetwin.sim.commands.show import print_json, say
 from servetwin.sim.commands.sweep import SweepFlags
-from servetwin.sim.commands.sweep_report import SweepProgress, describe, show
+from servetwin.sim.commands.sweep_report import SweepProgress, describe, seeds_are_alike, show, show_plan
 from servetwin.sim.planning.backends import Backend, default_jobs
 from servetwin.sim.planning.definition import SweepDefinition
 from servetwin.sim.planning.folder import RUNS, begin, check_folder
@@ -38,13 +36,12 @@ def carry_out(base: RunSpec, flags: SweepFlags) -> int:
     store = _store(flags)
     planned = Sweep(definition, store, known).first()
     missing = [run for run in planned if store.get(run.spec_hash) is None]
-    if flags.dry_run:
-        return _dry_run(definition, Sweep(definition, store, known), planned, len(missing), json=flags.json)
-    assert flags.out is not None, "checked before"
-    if missing:
-        for note in check_start(definition, missing):
-            say(note)
+    for note in check_start(missing) if missing else ():
+        say(note)
     sweep = Sweep(definition, store, known)
+    if flags.dry_run:
+        return show_plan(sweep, planned, len(planned) - len(missing), json=flags.json)
+    assert flags.out is not None, "checked before"
     with StopRequest() as stop:
         backend = open_backend(
             flags.backend, flags.ray_address, flags.jobs, sweep.num_runs, stop.raise_if_asked
@@ -56,6 +53,8 @@ def carry_out(base: RunSpec, flags: SweepFlags) -> int:
         finally:
             backend.close()
     results = sweep.results()
+    if seeds_are_alike(results):
+        say("note: all seeds gave the same figures: nothing in these runs is drawn at random")
     if flags.json:
         print_json(describe(results) | {"out": str(flags.out)} | counts)
     else:
@@ -129,33 +128,3 @@ def _table_at_the_end(sweep: Sweep, out: Path) -> Iterator[None]:
         say(f"{out} holds what had ended until then; --resume goes on")
         raise
     write_results(out / RESULTS, sweep.table())
-
-
-def _dry_run(
-    definition: SweepDefinition, sweep: Sweep, planned: list[Any], num_missing: int, *, json: bool
-) -> int:
-    reused = len(planned) - num_missing
-    points = [dict(run.point) for run in planned[:: definition.seeds]]
-    plain = definition.base.with_
-    told = [{name: plain(**{name: value}).to_json()[name] for name, value in p.items()} for p in points]
-    if json:
-        print_json(
-            {
-                "dry_run": True,
-                "points": told,
-                "num_points": sweep.num_points,
-                "num_runs": sweep.num_runs,
-                "reused": reused,
-            }
-        )
-        return 0
-    from servetwin.sim.commands.sweep_report import show_points
-
-    show_points(told)
-    later = sweep.num_runs - len(planned)
-    print(  # noqa: T201 - the result
-        f"{sweep.num_points:,} points x {definition.seeds:,} seeds = {sweep.num_runs:,} runs, {reused:,} of them done "
-        "already" + (f"; {later:,} more are chosen by what these give" if later else ""),
-        file=sys.stdout,
-    )
-    return 0

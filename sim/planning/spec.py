@@ -133,9 +133,14 @@ class RunSpec:
 
     def check(self) -> None:
         """Raises UsageError for what can be seen before anything is built, and for times that are measured."""
-        if self["executor"] == "torch":
+        if self["executor"] in (None, "torch"):
+            why = (
+                "torch measures its steps, so that no two runs are alike"
+                if self["executor"]
+                else "is missing"
+            )
             raise UsageError(
-                "--executor torch measures its steps, so that no two runs are alike; here times are modelled: "
-                "constant, roofline, a profile, recorded:RUN, or module:attribute"
+                f"--executor {why}; allowed: constant (with --step-time-s), roofline (with --gpu and --model), a "
+                "profile, recorded:RUN, or module:attribute"
             )
         self.request().check()

@@ -65,7 +65,7 @@ class Study:
         kept = self._store(folder, store)
         missing = [run for run in Sweep(definition, kept, known).first() if kept.get(run.spec_hash) is None]
         if missing:
-            check_start(definition, missing)
+            check_start(missing)
         sweep = Sweep(definition, kept, known)
         running = open_backend(backend, ray_address, jobs, sweep.num_runs)
         if folder is not None:

@@ -155,7 +155,7 @@ class Sweep:
         return means
 
 
-def check_start(definition: SweepDefinition, planned: Sequence[PlannedRun]) -> tuple[str, ...]:
+def check_start(planned: Sequence[PlannedRun]) -> tuple[str, ...]:
     """What the first run that can start has to say of itself.
 
     Raises what the first one ends with when none of some spread over the plan can: then it is the base that is wrong.
