@@ -129,6 +129,20 @@ def test_a_run_that_fails_is_a_row(tmp_path: Path, workload: str, capsys: pytest
     swept(out, *arguments, "--jobs", "1", "--resume", code=1)
 
 
+def test_the_table_on_the_screen_cuts_nothing(
+    tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long the names of parameters are: a terminal breaks lines, and a pipe has room."""
+    wide = ["--param", "max_num_scheduled_tokens=64,128", "--param", "long_prefill_token_threshold=16,32"]
+    swept(tmp_path / "out", workload, *CONSTANT, *wide, "--seeds", "2", "--jobs", "1")
+    shown = capsys.readouterr().out
+    assert "max_num_scheduled_tokens" in shown
+    assert "long_prefill_token_threshold" in shown
+    assert "…" not in shown
+    mean = read_results(tmp_path / "out").frame.request_throughput[:2].mean()
+    assert f"{mean:.4g}" in shown
+
+
 def test_json_is_one_object(tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     """On stdout and nothing else: the points with their means, the best, and the counts."""
     arguments = [*GRID, "--objective", "p99_ttft_ms", "--json", "--jobs", "1"]
@@ -136,8 +150,36 @@ def test_json_is_one_object(tmp_path: Path, workload: str, capsys: pytest.Captur
     told = json.loads(capsys.readouterr().out)
     assert (told["num_runs"], told["done"], told["failed"], told["reused"]) == (4, 4, 0, 0)
     assert [point["max_num_seqs"] for point in told["points"]] == [2, 2, 8, 8]
-    assert told["best"] == min(told["points"], key=lambda point: point["p99_ttft_ms"])
+    assert told["best"] == min(told["points"], key=lambda point: point["p99_ttft_ms"]) | {"lead": None}
     assert told["best"]["max_num_seqs"] == 8
+
+
+def test_the_best_point_is_told_with_its_lead_seed_by_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Points share their seeds, so that their difference is surer than each of them."""
+    chat = ["chat", "--num-prompts", "30", "--request-rate", "20", "--executor", "constant"]
+    more = [
+        "--param",
+        "step_time_s=0.02,0.01",
+        "--seeds",
+        "3",
+        "--objective",
+        "mean_e2el_ms",
+        "--jobs",
+        "1",
+        "--json",
+    ]
+    out = swept(tmp_path / "out", *chat, *more)
+    best = json.loads(capsys.readouterr().out)["best"]
+    frame = read_results(out).frame
+    values = frame.mean_e2el_ms.to_numpy().reshape(2, 3)
+    differences = values[0] - values[1]
+    assert best["step_time_s"] == 0.01
+    # Two degrees of freedom.
+    width = 4.30265 / 3**0.5
+    assert best["lead"] == pytest.approx([differences.mean(), width * differences.std(ddof=1)], rel=1e-4)
+    assert best["half_width_95"]["mean_e2el_ms"] == pytest.approx(width * values[1].std(ddof=1), rel=1e-4)
 
 
 # ---------------------------------------------------------------- points

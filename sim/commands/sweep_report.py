@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from servetwin.sim.commands.run_fields import plain
 from servetwin.sim.commands.show import print_json, results_console
-from servetwin.sim.planning.results import FAILED, Results, by_point, half_widths
+from servetwin.sim.planning.results import FAILED, Results, by_point, half_widths, lead
 from servetwin.sim.planning.sweep import Ended, PlannedRun, Sweep
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ SHOWN = (
     ("p99_tpot_ms", "TPOT\np99"),
 )
 """Columns of the table on the screen."""
-MOST_ROWS = 40
+MOST_ROWS, MOST_COLUMNS = 40, 1_000
 INTERVAL = "half_width_95"
 """Key of a point's intervals: half the width of the 95 % t interval of each mean, over the seeds."""
 
@@ -77,7 +77,10 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def best(results: Results) -> dict[str, Any] | None:
-    """The point whose objective is smallest (largest); None without an objective or a point that has one."""
+    """The point whose objective is smallest (largest); None without an objective or a point that has one.
+
+    `lead`: how far it is ahead of the next point, and half the width of the 95 % interval of that, paired by seed.
+    """
     name = results.about["objective"]
     points = [
         point
@@ -86,9 +89,10 @@ def best(results: Results) -> dict[str, Any] | None:
     ]
     if not points:
         return None
-    choose = max if results.about["direction"] == "maximize" else min
-    found: dict[str, Any] = choose(points, key=lambda point: point[name])
-    return found
+    down = results.about["direction"] == "maximize"
+    points.sort(key=lambda point: -point[name] if down else point[name])
+    ahead = lead(results, [point["point"] for point in points[:2]], name) if len(points) > 1 else None
+    return points[0] | {"lead": None if ahead is None else [abs(ahead[0]), ahead[1]]}
 
 
 def _points(results: Results) -> list[dict[str, Any]]:
@@ -148,6 +152,9 @@ def show(results: Results, file: Path) -> None:
         if found.get(INTERVAL, {}).get(objective) is not None:
             told += f" ± {_cell(found[INTERVAL][objective])} (95 % interval over {seeds} seeds)"
         _say_line(console, f"best {objective} ({results.about['direction']}): {told} with {chosen}")
+        if found["lead"] is not None:
+            ahead, width = map(_cell, found["lead"])
+            _say_line(console, f"ahead of the next point by {ahead} ± {width}, seed by seed")
     _say_line(console, f"all runs     {file}")
 
 
@@ -186,7 +193,8 @@ def _table(title: str, parameters: Sequence[str]) -> Table:
 def _printed(table: Table, num_points: int) -> Console:
     """Numbers are never cut: a narrower terminal breaks the lines."""
     console = results_console()
-    console.width = max(console.width, console.measure(table).maximum)
+    unbounded = console.options.update(width=MOST_COLUMNS)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)
     console.print(table)
     if num_points > MOST_ROWS:
         _say_line(console, f"and {num_points - MOST_ROWS} more points")

@@ -144,3 +144,21 @@ def half_widths(results: Results) -> pd.DataFrame:
     widths: pd.DataFrame = (done.std() * factor).reindex(sorted(results.frame.point.unique()))
     # A copy in one piece; pandas would warn of the many.
     return widths.copy().reset_index()
+
+
+def lead(results: Results, points: Sequence[int], figure: str) -> tuple[float, float] | None:
+    """By how much a figure differs between two points, seed by seed, and half the width of that mean's 95 % t interval.
+
+    `points`: numbers of two of them; the second minus the first. None with fewer than two seeds that both have.
+    """
+    import numpy as np
+    from scipy.stats import t
+
+    done = results.frame[results.frame[STATE] == DONE]
+    first, second = (done[done.point == point].set_index("seed")[figure] for point in points)
+    differences = (second - first).dropna().to_numpy(dtype=np.float64)
+    n = len(differences)
+    if n < 2:
+        return None
+    width = t.ppf(0.975, n - 1) * differences.std(ddof=1) / np.sqrt(n)
+    return float(differences.mean()), float(width)
