@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 from sweeping import CONSTANT, assert_same_table, lasting, started, write_workload
 
 from servetwin.sim.cli import run
+from servetwin.sim.commands.flag_names import spelled
+from servetwin.sim.commands.flags import RunFlags, SimulationFlags
 from servetwin.sim.planning import Study, read_results
 from servetwin.sim.planning.backends import Processes
 from servetwin.sim.planning.record import Record
@@ -587,6 +590,25 @@ def test_a_pool_gives_every_record_once(workload: str) -> None:
     assert asked
 
 
+def test_a_plugin_that_exits_fails_its_run_alone(
+    tmp_path: Path, workload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sys.exit in somebody's policy is an error of that run, in this process and in another."""
+    (tmp_path / "exiting.py").write_text(
+        "import sys\n"
+        "from servetwin.sim.policy import FCFS\n"
+        "class Exiting(FCFS):\n"
+        "    def may_admit(self, request, state):\n"
+        "        sys.exit('enough')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for jobs in ("1", "2"):
+        policies = ["--param", "scheduling_policy=exiting:Exiting,fcfs", "--jobs", jobs]
+        frame = read_results(swept(tmp_path / jobs, workload, *CONSTANT, *policies, code=1)).frame
+        assert frame.state.tolist() == ["failed", "done"]
+        assert "enough" in frame.error[0]
+
+
 def test_ray_that_is_not_there_is_told_in_one_line(
     tmp_path: Path, workload: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -605,7 +627,10 @@ def test_the_help_shows_every_flag_of_run(capsys: pytest.CaptureFixture[str]) ->
     assert run(["sweep", "--help"]) == 0
     text = capsys.readouterr().out
     assert "NAME=LOW..HIGH:log" in " ".join(text.split())
-    of_one_run = {"--live", "--overwrite", "--save-tokens", "--save-plans", "--log-blocks", "--no-log-blocks"}
+    of_one_run = {spelled(f.name) for f in fields(RunFlags)} - {
+        spelled(f.name) for f in fields(SimulationFlags)
+    }
+    of_one_run.add("--no-log-blocks")
     shown = set(text.split())
     assert {flag for flag in flags if flag.rstrip(".,;:)(") == flag} - shown <= of_one_run
     assert "--max-num-batched-tokens" in shown

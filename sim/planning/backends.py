@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
@@ -27,7 +27,7 @@ OnWait = Callable[[], None]
 
 
 class Backend(Protocol):
-    def run(self, tasks: Iterable[Task]) -> Iterator[bytes]:
+    def run(self, tasks: Iterable[Task]) -> Generator[bytes, None, None]:
         """Records as they end. Closing the iterator early breaks off what still runs."""
         ...
 
@@ -41,7 +41,7 @@ class InProcess:
         """`on_wait`: called between steps; it ends everything by raising."""
         self._on_wait = on_wait
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[bytes]:
+    def run(self, tasks: Iterable[Task]) -> Generator[bytes, None, None]:
         for task in tasks:
             self._on_wait()
             yield carry_out(task, lambda steps, ended, now_ns: self._on_wait())
@@ -63,36 +63,46 @@ class Processes:
             self._context.set_forkserver_preload([carry_out.__module__])
         self._pool: _Pool | None = None
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[bytes]:
+    def run(self, tasks: Iterable[Task]) -> Generator[bytes, None, None]:
         rest = iter(tasks)
         running: dict[Future[bytes], Task] = {}
         try:
             while True:
-                pool = self._started()
                 for task in islice(rest, AHEAD * self._jobs - len(running)):
-                    running[pool.executor.submit(carry_out, task)] = task
+                    running[self._submitted(task)] = task
                 if not running:
                     return
                 done, _ = wait(running, timeout=WAIT_S, return_when=FIRST_COMPLETED)
                 self._on_wait()
-                if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
-                    suspects, running = running, {}
-                    yield from self._one_by_one(suspects)
-                    continue
+                lost_runs: list[Task] = []
                 for future in done:
-                    running.pop(future)
-                    yield future.result()
+                    task = running.pop(future)
+                    if isinstance(future.exception(), BrokenProcessPool):
+                        lost_runs.append(task)
+                    else:
+                        yield future.result()
+                if lost_runs:
+                    # A broken pool gives up all that it was given.
+                    lost_runs += running.values()
+                    running = {}
+                    yield from self._one_by_one(lost_runs)
         finally:
             if running:
                 self._stop()
 
-    def _one_by_one(self, suspects: dict[Future[bytes], Task]) -> Iterator[bytes]:
+    def _submitted(self, task: Task) -> Future[bytes]:
+        """A pool that broke since anybody looked takes nothing more, which its future then tells like the others'."""
+        try:
+            return self._started().executor.submit(carry_out, task)
+        except BrokenProcessPool as e:
+            refused: Future[bytes] = Future()
+            refused.set_exception(e)
+            return refused
+
+    def _one_by_one(self, suspects: list[Task]) -> Iterator[bytes]:
         """A process was killed, and with it all that ran: each again by itself shows which run does that."""
         self._stop()
-        for future, task in suspects.items():
-            if future.done() and future.exception() is None:
-                yield future.result()
-                continue
+        for task in suspects:
             alone = _Pool(1, self._context)
             try:
                 again = alone.executor.submit(carry_out, task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -44,7 +44,7 @@ class RayCluster:
         self._remote = self._ray.remote(num_cpus=1)(carry_out)
         self._at_once = self._jobs if jobs else AHEAD * self._jobs
 
-    def run(self, tasks: Iterable[Task]) -> Iterator[bytes]:
+    def run(self, tasks: Iterable[Task]) -> Generator[bytes, None, None]:
         rest = iter(tasks)
         running: dict[Any, Task] = {}
         try:

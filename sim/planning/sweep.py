@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -75,8 +76,9 @@ class Sweep:
             self._planned += planned
             for record in self._stored(planned):
                 told(Ended(record, reused=True))
-            for record in self._done(backend, planned):
-                told(Ended(record, reused=False))
+            with closing(self._done(backend, planned)) as done:
+                for record in done:
+                    told(Ended(record, reused=False))
             self._proposer.tell(self._objectives(planned))
 
     def first(self) -> list[PlannedRun]:
@@ -123,20 +125,22 @@ class Sweep:
                 self._records[run.spec_hash] = record
                 yield record
 
-    def _done(self, backend: Backend, planned: Sequence[PlannedRun]) -> Iterator[Record]:
+    def _done(self, backend: Backend, planned: Sequence[PlannedRun]) -> Generator[Record, None, None]:
         missing: dict[str, list[PlannedRun]] = {}
         for run in planned:
             if run.spec_hash not in self._records:
                 missing.setdefault(run.spec_hash, []).append(run)
         here = str(Path.cwd())
         tasks = (Task(spec_hash, runs[0].spec, here) for spec_hash, runs in missing.items())
-        for content in backend.run(tasks):
-            record = Record.from_bytes(content)
-            if record.final:
-                self._store.put(record)
-            self._records[record.spec_hash] = record
-            for _ in missing[record.spec_hash]:
-                yield record
+        # Closed at once when whoever is told ends the sweep, so that nothing runs on.
+        with closing(backend.run(tasks)) as contents:
+            for content in contents:
+                record = Record.from_bytes(content)
+                if record.final:
+                    self._store.put(record)
+                self._records[record.spec_hash] = record
+                for _ in missing[record.spec_hash]:
+                    yield record
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         for run in self._planned:

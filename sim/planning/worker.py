@@ -60,12 +60,12 @@ def _run(task: Task, on_progress: OnProgress | None) -> _Ended:
     try:
         os.chdir(task.folder)
         result = run_one(task.spec, on_progress=on_progress)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         return _Ended(None, _in_words(e), not isinstance(e, OF_THE_MACHINE), ())
     return _Ended(result.summary, None, True, result.notes)
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     """One line: what the command line would say, or the kind of an error that nobody foresaw."""
     from servetwin.sim.commands.errors import InfeasibleError, PolicyFailedError
 
