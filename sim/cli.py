@@ -33,6 +33,7 @@ COMMANDS = {
     "trace": "Look at traces of requests; convert, scale, cut, merge, resample, fit and imitate them.",
     "compare": "What differs between two runs, request by request, and how sure that is.",
     "export": "A run in the formats of other tools: vllm bench serve, Prometheus, Perfetto, CSV.",
+    "serve-metrics": "Replay a run as the /metrics endpoint of an engine, for Prometheus and Grafana.",
     "dash": "Look at runs in the browser.",
     "report": "Write a run as one HTML file: charts, figures, configuration, caveats, formulas.",
 }
@@ -42,6 +43,9 @@ DETAILS = {
     "paired is counted. Intervals are those of a bootstrap over blocks of consecutive requests: neighbours share a "
     "queue, so that single ones would make them too narrow. Figures of a run as a whole, and pooled gaps (itl), have "
     "no interval. Exit code 4: a limit of --fail-on is exceeded; whether the whole interval lies beyond it is said.",
+    "serve-metrics": "Serves on 127.0.0.1 only. Metrics are those of `servetwin export prometheus`, as of the "
+    "simulated second --from-s + --speed x (seconds since the start). At the end of the run its values stay, or with "
+    "--loop it begins again. Ctrl-C or SIGTERM ends it. examples/grafana.json is a dashboard for them.",
 }
 """What the help of a command says below its line."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from servetwin.sim.export import vllm_metrics as vllm
 from servetwin.sim.export.engine_metrics import EngineMetrics, Options, engine_metrics, steps_by_replica
@@ -19,6 +19,13 @@ NO_MODEL = "servetwin"
 """The model's name where a run has none: only its step times are known."""
 AT_THE_END = float("inf")
 Labels = dict[str, str]
+
+
+class When(NamedTuple):
+    """What is asked for."""
+
+    at_ns: float
+    created_s: float
 
 
 class RunMetrics:
@@ -61,14 +68,15 @@ class RunMetrics:
         self.end_s = float(ends.max()) if len(run.requests) else 0.0
         """When the last request ended: from then on nothing changes."""
 
-    def families(self, at_ns: float = AT_THE_END) -> Iterator[Metric]:
-        """Every metric as of an instant."""
+    def families(self, at_ns: float = AT_THE_END, created_s: float | None = None) -> Iterator[Metric]:
+        """Every metric as of an instant; `created_s`: since when counters count, if not as given before."""
         from prometheus_client import Metric
 
         families = [*vllm.FAMILIES]
         families += vllm.SPECULATION if self.options.speculation else ()
         families += (vllm.BLOCK_LIFETIME,) if self.options.block_lifetime else ()
-        by_name = {family.name: self._family(family, at_ns) for family in families}
+        when = When(at_ns, self._created_s if created_s is None else created_s)
+        by_name = {family.name: self._family(family, when) for family in families}
         yield from by_name.values()
         yield self._cache_config()
         if self._legacy:
@@ -80,42 +88,42 @@ class RunMetrics:
                     metric.add_sample(name, self._labels(replica), 0.0)
                 yield metric
 
-    def _family(self, family: vllm.Family, at_ns: float) -> Metric:
+    def _family(self, family: vllm.Family, when: When) -> Metric:
         from prometheus_client import Metric
 
         metric = Metric(family.name, family.text, family.kind)
         for replica, engine in self.engines.items():
             labels = self._labels(replica)
             if family.kind == "histogram":
-                self._add_histogram(metric, labels, engine, at_ns)
+                self._add_histogram(metric, labels, engine, when)
             elif family.kind == "counter":
-                self._add_counters(metric, family, labels, engine, at_ns)
+                self._add_counters(metric, family, labels, engine, when)
             else:
                 for value, held in engine.gauges[family.name].items():
-                    metric.add_sample(family.name, _with(labels, family, value), held.at(at_ns))
+                    metric.add_sample(family.name, _with(labels, family, value), held.at(when.at_ns))
         return metric
 
     def _add_counters(
-        self, metric: Metric, family: vllm.Family, labels: Labels, engine: EngineMetrics, at_ns: float
+        self, metric: Metric, family: vllm.Family, labels: Labels, engine: EngineMetrics, when: When
     ) -> None:
         for value, counted in engine.counters[family.name].items():
-            total = counted.until(at_ns)
+            total = counted.until(when.at_ns)
             if family.name == "vllm:generation_tokens":
                 total = min(total, engine.generation_tokens)
             own = _with(labels, family, value)
             metric.add_sample(f"{family.name}_total", own, float(total))
-            metric.add_sample(f"{family.name}_created", own, self._created_s)
+            metric.add_sample(f"{family.name}_created", own, when.created_s)
 
-    def _add_histogram(self, metric: Metric, labels: Labels, engine: EngineMetrics, at_ns: float) -> None:
+    def _add_histogram(self, metric: Metric, labels: Labels, engine: EngineMetrics, when: When) -> None:
         sampled = engine.histograms[metric.name]
-        state = sampled.until(at_ns)
+        state = sampled.until(when.at_ns)
         so_far = 0
         for bound, count in zip((*map(float, sampled.bounds), float("inf")), state.counts, strict=True):
             so_far += count
             metric.add_sample(f"{metric.name}_bucket", labels | {"le": _bound(bound)}, float(so_far))
         metric.add_sample(f"{metric.name}_count", labels, float(so_far))
         metric.add_sample(f"{metric.name}_sum", labels, state.total)
-        metric.add_sample(f"{metric.name}_created", labels, self._created_s)
+        metric.add_sample(f"{metric.name}_created", labels, when.created_s)
 
     def _cache_config(self) -> Metric:
         from prometheus_client import Metric
