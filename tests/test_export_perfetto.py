@@ -193,6 +193,46 @@ def test_every_request_has_a_track_with_all_of_its_time(overlapping: Run, tmp_pa
     assert sum(e["ph"] == "i" and e["name"] == "arrival" for e in events) == 60
 
 
+@pytest.mark.parametrize(
+    ("cluster", "phase"),
+    [
+        (
+            ["--replicas", "2", "--replica-failure", "0@2.5-3.2", "--on-failure", "reroute"],
+            "lost with its replica",
+        ),
+        (
+            ["--prefill-replicas", "1", "--decode-replicas", "1", "--kv-transfer-latency-s", "0.05"],
+            "KV transfer",
+        ),
+    ],
+)
+def test_a_cluster_has_a_process_for_each_engine(tmp_path: Path, cluster: list[str], phase: str) -> None:
+    log = mixed_run(tmp_path / "run", *cluster)
+    events = trace_of(log, tmp_path)
+    check_format(events)
+    for replica in (0, 1):
+        steps = log.steps[log.steps.replica == replica]
+        name = (
+            "device" if any(e["ph"] == "M" and e["args"].get("name") == "device" for e in events) else "steps"
+        )
+        slices = tracks(events)[thread_id(events, name, replica + 1)]
+        assert len(slices) == ((steps.device_s > 0) if name == "device" else steps.start_s >= 0).sum()
+    names = []
+    by_track = tracks(events)
+    for place, row in enumerate(log.requests.itertuples(), start=1):
+        slices = by_track.get((REQUESTS_PID, place), [])
+        names += [name for *_, name in slices]
+        if row.finish_reason == "length":
+            assert (slices[0][0], slices[-1][1]) == (round(row.arrival_s * 1e9), round(row.finish_s * 1e9))
+            assert all(a[1] == b[0] for a, b in pairwise(slices))
+    kind = {"KV transfer": "prefilled"}.get(phase, "lost")
+    if kind == "prefilled":
+        assert names.count(phase) == (log.events.kind == kind).sum() > 20
+    else:
+        # Where another replica takes it in at once, being lost takes no time.
+        assert 0 < names.count(phase) <= (log.events.kind == kind).sum()
+
+
 def test_phases_of_one_request() -> None:
     """Preempted in decode, resumed, and its token of a step in flight comes while it is preempted."""
     at = dict.fromkeys(("first_token_s", "last_token_s"), 0) | {

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from servetwin.sim.cli import run
 from servetwin.sim.export.vllm_metrics import NOT_MODELLED
-from servetwin.sim.runs import Run
+from servetwin.sim.runs import Run, read_run
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 ENGINE = {"model_name": "servetwin", "engine": "0"}
@@ -82,13 +82,13 @@ def buckets_of(text: str, name: str, engine: str = "0") -> dict[float, float]:
     }
 
 
-def check_histogram(text: str, name: str, samples: Floats) -> None:
+def check_histogram(text: str, name: str, samples: Floats, engine: str = "0") -> None:
     """That it holds exactly these samples."""
-    buckets = buckets_of(text, name)
+    buckets = buckets_of(text, name, engine)
     # Times are whole nanoseconds, so that a sample on a bound is within.
     assert buckets == {bound: int((np.round(samples, 9) <= bound).sum()) for bound in buckets}
-    assert value(text, f"{name}_count") == len(samples)
-    assert value(text, f"{name}_sum") == pytest.approx(samples.sum(), abs=1e-7)
+    assert value(text, f"{name}_count", engine=engine) == len(samples)
+    assert value(text, f"{name}_sum", engine=engine) == pytest.approx(samples.sum(), abs=1e-7)
 
 
 # ---------------------------------------------------------------- names and form
@@ -193,13 +193,26 @@ def test_buckets_are_those_of_vllm(log: Run, tmp_path: Path) -> None:
     assert [*buckets_of(finer, "request_queue_time_seconds")][11:13] == [0.2, 0.3]
 
 
+check_samples, one_value = check_histogram, value
+
 # ---------------------------------------------------------------- numbers
 
 
-def recount(log: Run, text: str, until_s: float = np.inf) -> None:
+def recount(log: Run, text: str, until_s: float = np.inf, engine: str = "0") -> None:
     """Every counter and histogram against the tables of tokens, requests, events and steps, as of an instant."""
-    table = log.requests[log.requests.finish_reason != "refused"].set_index("request_id")
-    tokens = {name: t.time_s.to_numpy() for name, t in log.tokens.groupby("request_id")}
+    here = log.requests.replica == int(engine)
+    table = log.requests[here & (log.requests.finish_reason != "refused")].set_index("request_id")
+    taken = log.tokens[(log.tokens.replica == int(engine)) & log.tokens.request_id.isin(table.index)]
+    # Tokens of attempts that were lost with a replica came before the first one that counts.
+    taken = taken[taken.time_s >= table.first_token_s[taken.request_id].to_numpy() - 1e-9]
+    tokens = {name: t.time_s.to_numpy() for name, t in taken.groupby("request_id")}
+
+    def check_histogram(text: str, name: str, samples: Floats) -> None:
+        check_samples(text, name, samples, engine)
+
+    def value(text: str, name: str, **labels: str) -> float:
+        return one_value(text, name, engine=engine, **labels)
+
     seen = {name: times[times <= until_s + 1e-9] for name, times in tokens.items()}
     seen = {name: times for name, times in seen.items() if len(times)}
     begun = table.loc[[*seen]]
@@ -210,7 +223,11 @@ def recount(log: Run, text: str, until_s: float = np.inf) -> None:
     check_histogram(
         text, "time_to_first_token_seconds", np.array([t[0] - table.arrival_s[i] for i, t in seen.items()])
     )
-    check_histogram(text, "inter_token_latency_seconds", np.concatenate([np.diff(t) for t in seen.values()]))
+    check_histogram(
+        text,
+        "inter_token_latency_seconds",
+        np.concatenate([np.zeros(0), *(np.diff(t) for t in seen.values())]),
+    )
     check_histogram(text, "e2e_request_latency_seconds", (done.finish_s - done.arrival_s).to_numpy())
     check_histogram(text, "request_queue_time_seconds", (done.first_scheduled_s - done.queued_s).to_numpy())
     check_histogram(
@@ -253,9 +270,13 @@ def recount(log: Run, text: str, until_s: float = np.inf) -> None:
     reasons = ended.finish_reason.value_counts()
     for reason in ("stop", "length", "abort", "error", "repetition"):
         assert value(text, "request_success_total", finished_reason=reason) == reasons.get(reason, 0)
-    preempted = log.events[(log.events.kind == "preempted") & (log.events.time_s <= until_s)]
+    preempted = log.events[
+        (log.events.replica == int(engine))
+        & (log.events.kind == "preempted")
+        & (log.events.time_s <= until_s)
+    ]
     assert value(text, "num_preemptions_total") == len(preempted)
-    steps = log.steps[log.steps.start_s <= until_s]
+    steps = log.steps[(log.steps.replica == int(engine)) & (log.steps.start_s <= until_s)]
     assert value(text, "prefix_cache_queries_total") == steps.prefix_query_tokens.sum()
     assert value(text, "prefix_cache_hits_total") == steps.prefix_hit_tokens.sum()
 
@@ -267,6 +288,59 @@ def test_numbers_at_the_end_are_those_of_the_tables(log: Run, tmp_path: Path) ->
     assert value(text, "request_success_total", finished_reason="abort") > 1
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert value(text, name) == 0
+
+
+CLUSTER_LOAD = [
+    *(
+        "--dataset-name",
+        "random",
+        "--random-input-len",
+        "150",
+        "--random-output-len",
+        "60",
+        "--num-prompts",
+        "80",
+    ),
+    *(
+        "--request-rate",
+        "14",
+        "--num-gpu-blocks-override",
+        "80",
+        "--max-num-seqs",
+        "16",
+        "--max-model-len",
+        "400",
+    ),
+]
+
+
+FAILURE = ["--replicas", "2", "--replica-failure", "0@1.5-2.2"]
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(["--replicas", "2"], marks=pytest.mark.full),
+        [*FAILURE, "--on-failure", "reroute"],
+        pytest.param([*FAILURE, "--on-failure", "retry"], marks=pytest.mark.full),
+        pytest.param([*FAILURE, "--on-failure", "lost"], marks=pytest.mark.full),
+        ["--prefill-replicas", "1", "--decode-replicas", "1", "--kv-transfer-latency-s", "0.05"],
+    ],
+)
+def test_every_replica_is_an_engine(tmp_path: Path, cluster: list[str]) -> None:
+    """A request counts where it ended; what was lost with a replica, and tokens thrown away, nowhere."""
+    folder = tmp_path / "run"
+    constant = ["--executor", "constant", "--step-time-s", "0.0123", "--save-tokens", "--out", str(folder)]
+    assert run(["run", *CLUSTER_LOAD, *constant, *cluster]) == 0
+    log = read_run(folder)
+    text = text_of(log, tmp_path)
+    assert log.requests.preemptions.sum() > 3
+    if "reroute" in cluster or "retry" in cluster:
+        assert len(log.tokens) > log.requests.num_output_tokens.sum() + 10
+    for engine in ("0", "1"):
+        recount(log, text, engine=engine)
+        recount(log, text_of(log, tmp_path, "--at-s", "2.0001"), 2.0001, engine)
+    assert promtool_complaints(without_created(text)) == []
 
 
 @pytest.mark.parametrize("place", [0.05, 0.4, 0.8])

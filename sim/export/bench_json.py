@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.definitions import definitions
-from servetwin.sim.events import COMPLETED
 from servetwin.sim.metrics import distribution, summarize, timestamps
 from servetwin.sim.tables import ns_array
 from servetwin.sim.token_times import OutputTimes

@@ -3,7 +3,8 @@
 What a schedule call decides (queues, blocks, look-ups, preemptions) counts from the start of its step, what a step
 brings (tokens, latencies, ends) from its end. Requests that ended by length or stop are the finished ones of the
 histograms of requests; those that their client gave up are counted by their reason only. A refused request never was in
-the engine.
+the engine. With several replicas a request and its tokens count at the one that it ended at: attempts that were lost
+with a replica, and the token that a replica for prompts throws away, are in the figures of steps alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.definitions import ENGINE_INTERVALS, SERVER_E2E, TPOT_OR_ZERO, TTFT
-from servetwin.sim.events import COMPLETED
 from servetwin.sim.export import vllm_metrics as vllm
+from servetwin.sim.export.lost_attempts import LostAttempts
 from servetwin.sim.export.series import Counted, Held, Int64s, Sampled
 from servetwin.sim.metrics import timestamps
 from servetwin.sim.step_rows import expanded, regular_gaps
@@ -188,24 +190,26 @@ class Outputs(NamedTuple):
 
 def _outputs(log: Tables, replica: int, steps: Steps, requests: pd.DataFrame) -> Outputs:
     begun = requests[requests.first_token_s.notna()]
-    long = long_gaps(log)
-    own = long.replica == replica
+    long, lost = long_gaps(log), LostAttempts(log, replica)
+    own, regular = long.replica == replica, steps.regular
+    if len(lost):
+        own, regular = own & ~lost.long_gaps(long), regular - lost.regular_outputs(steps.end_ns)
     odd_end_ns, odd_ns = long.end_ns[own], long.length_ns[own]
     first = _steps_that_end(steps, ns_array(begun.first_token_s).astype(np.int64))
     count = len(steps.end_ns)
-    tokens = steps.regular + steps.columns["accepted_draft_tokens"]
+    tokens = regular + steps.columns["accepted_draft_tokens"]
     tokens = tokens + np.bincount(first, minlength=count)
     tokens = tokens + np.bincount(_steps_that_end(steps, odd_end_ns), minlength=count)
     prompts = np.bincount(first, begun.num_prompt_tokens.to_numpy(dtype=np.int64), minlength=count)
-    regular, some = steps.regular > 0, tokens > 0
+    some, gaps = tokens > 0, regular > 0
     lengths = np.diff(steps.end_ns, prepend=0)
     return Outputs(
         steps.end_ns[some],
         tokens[some],
         prompts.astype(np.int64)[some],
-        np.concatenate([steps.end_ns[regular], odd_end_ns]),
-        np.concatenate([lengths[regular], odd_ns]),
-        np.concatenate([steps.regular[regular], np.ones(len(odd_ns), dtype=np.int64)]),
+        np.concatenate([steps.end_ns[gaps], odd_end_ns]),
+        np.concatenate([lengths[gaps], odd_ns]),
+        np.concatenate([regular[gaps], np.ones(len(odd_ns), dtype=np.int64)]),
     )
 
 

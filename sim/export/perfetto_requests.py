@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,12 +14,20 @@ from servetwin.sim.tables import Tables, ns_array
 from servetwin.sim.token_times import OutputTimes
 from servetwin.sim.units import NS_PER_S
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 REQUESTS_PID = 1_000_000
 """Number of the process that stands for the clients."""
 NEVER = -1
+PHASES = {
+    "scheduled": "prefill",
+    "preempted": "preempted",
+    "resumed": "prefill",
+    "prefilled": "KV transfer",
+    "received": "queued",
+    "lost": "lost with its replica",
+    "retried": "queued",
+}
+"""Kind of an event -> what the request does from then on."""
+ORDER_AT_AN_INSTANT = ("resumed", "prefilled", "lost", "retried", "received", "scheduled", "preempted")
 INSTANTS = (
     "arrival_s",
     "sent_s",
@@ -85,24 +93,28 @@ def phases_of(
 ) -> list[Phase]:
     """What a request did, one phase behind another.
 
-    `at`: its instants (INSTANTS, NEVER for what has not happened); `moves`: when it was preempted and resumed;
+    `at`: its instants (INSTANTS, NEVER for what has not happened); `moves`: what happened to it (PHASES) and when;
     `outputs`: when it got tokens. After it is scheduled or resumed it is in prefill until its next output.
     """
     sent = at["sent_s"] if at["sent_s"] != NEVER else at["arrival_s"]
-    marks = [(at["arrival_s"], "held back by the client"), (sent, "waits for the step to end")]
-    marks += [(at["queued_s"], "queued"), (at["first_scheduled_s"], "prefill")]
-    marks = [(ns, name) for ns, name in marks if ns != NEVER]
-    admissions = [at["first_scheduled_s"]] if at["first_scheduled_s"] != NEVER else []
+    begins_anew = any(kind == "retried" for _, kind in moves)
+    marks = [
+        (at["arrival_s"], "held back by the client"),
+        (sent, "queued" if begins_anew else "waits for the step to end"),
+    ]
+    if not begins_anew:
+        # Of a request that began anew, that is when it did so.
+        marks.append((at["queued_s"], "queued"))
+    if not any(kind == "scheduled" for _, kind in moves):
+        moves = sorted([(at["first_scheduled_s"], "scheduled"), *moves])
+    marks += [(ns, PHASES[kind]) for ns, kind in moves]
     for ns, kind in moves:
-        marks.append((ns, "prefill" if kind == "resumed" else "preempted"))
-        admissions += [ns] if kind == "resumed" else []
-    lost = sorted(ns for ns, kind in moves if kind == "preempted")
-    for admitted in admissions:
-        place = int(np.searchsorted(outputs, admitted, side="right"))
-        until = next((ns for ns in lost if ns >= admitted), end_ns)
-        if place < len(outputs) and outputs[place] < until:
-            marks.append((outputs[place], "decode"))
-    marks.sort(key=lambda mark: mark[0])
+        if PHASES[kind] == "prefill":
+            until = next((other for other, _ in moves if other > ns), end_ns)
+            place = int(np.searchsorted(outputs, ns, side="right"))
+            if ns != NEVER and place < len(outputs) and outputs[place] < until:
+                marks.append((outputs[place], "decode"))
+    marks = sorted((mark for mark in marks if mark[0] != NEVER), key=lambda mark: mark[0])
     ends = [ns for ns, _ in marks[1:]] + [end_ns]
     return [Phase(name, start, end) for (start, name), end in zip(marks, ends, strict=True) if end > start]
 
@@ -138,22 +150,27 @@ def _outputs(times: OutputTimes, request_id: str, fact: Sequence[Any], at: dict[
 
 
 def _moves(log: Tables) -> dict[str, list[tuple[int, str]]]:
-    """Of each request that was preempted: when, and when it was resumed, in order."""
+    """Of each request that did not just run through: what happened to it (PHASES) and when, in order."""
     moves: dict[str, list[tuple[int, str]]] = {}
-    for part in _parts_of_moves(log):
-        for request_id, time_s, kind in zip(part.request_id, part.time_s, part.kind, strict=True):
-            moves.setdefault(request_id, []).append((round(time_s * NS_PER_S), kind))
+    for request_id, ns, kind in _events_of_kinds(log, [kind for kind in PHASES if kind != "scheduled"]):
+        moves.setdefault(request_id, []).append((ns, kind))
+    if moves:
+        for request_id, ns, kind in _events_of_kinds(log, ["scheduled"]):
+            if request_id in moves:
+                moves[request_id].append((ns, kind))
     for found in moves.values():
-        # A request that is preempted and resumed at one instant was preempted first, and is again after that.
-        found.sort(key=lambda move: move[0])
+        found.sort(key=lambda move: (move[0], ORDER_AT_AN_INSTANT.index(move[1])))
     return moves
 
 
-def _parts_of_moves(log: Tables) -> Iterator[pd.DataFrame]:
+def _events_of_kinds(log: Tables, kinds: Sequence[str]) -> Iterator[tuple[str, int, str]]:
     import pyarrow.compute as pc
 
     for part in log.iter_parts("events"):
-        yield part.filter(pc.field("kind").isin(["preempted", "resumed"])).to_pandas()
+        rows = part.filter(pc.field("kind").isin(kinds) & ~pc.field("request_id").is_null()).to_pandas()
+        yield from zip(
+            rows.request_id, ns_array(rows.time_s).astype(np.int64).tolist(), rows.kind, strict=True
+        )
 
 
 def _end_of_log(log: Tables) -> int:
