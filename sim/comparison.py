@@ -7,9 +7,9 @@ and have no interval.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +18,8 @@ from servetwin.sim.metric_names import MetricName, default_names
 from servetwin.sim.metrics import Distribution, distribution, summarize, timestamps
 from servetwin.sim.pairing import Pairs, pair
 from servetwin.sim.planning.bootstrap import RESAMPLES, BlockBootstrap, Floats, Interval, interval
+from servetwin.sim.runs import Run
 from servetwin.sim.tables import Tables
-
-if TYPE_CHECKING:
-    from servetwin.sim.runs import Run
 
 NS_PER_MS = 1e6
 NOT_COMPARED = ("versions", "host", "process", "step_time_source", "assumed")
@@ -109,7 +107,7 @@ def compare_runs(
     bootstrap = BlockBootstrap(len(pairs), resamples=resamples, seed=seed)
     differences = {
         **_latencies(a, b, pairs, metrics, wanted, bootstrap, level),
-        **run_figures(summarize(a, metric_defs), summarize(b, metric_defs), wanted),
+        **run_figures(_summary(a), _summary(b), wanted),
     }
     ordered = {str(name): differences[str(name)] for name in wanted}
     return Comparison(
@@ -151,10 +149,10 @@ def _latencies(
     level: float,
 ) -> dict[str, Difference]:
     found = paired_latencies(pairs, metrics, wanted, bootstrap, level)
-    for name in wanted:
-        if name.statistic is not None and not isinstance(metric := metrics[name.quantity], RequestMetric):
-            pooled = (distribution(metric, timestamps(log.requests), log) for log in (a, b))
-            found[str(name)] = Difference(name, *(_of_pool(d, name) for d in pooled))
+    for quantity, names in _by_quantity(wanted).items():
+        if not isinstance(metric := metrics[quantity], RequestMetric):
+            pool_a, pool_b = (distribution(metric, timestamps(log.requests), log) for log in (a, b))
+            found |= {str(n): Difference(n, _of_pool(pool_a, n), _of_pool(pool_b, n)) for n in names}
     return found
 
 
@@ -167,15 +165,20 @@ def paired_latencies(
 ) -> dict[str, Difference]:
     """Of the latencies in `wanted` that single requests have; without a bootstrap they have no intervals."""
     times_a, times_b = timestamps(pairs.a), timestamps(pairs.b)
-    samples: dict[str, tuple[Floats, Floats]] = {}
-    found = {}
-    for name in wanted:
-        metric = metrics[name.quantity] if name.statistic is not None else None
-        if not isinstance(metric, RequestMetric):
-            continue
-        if name.quantity not in samples:
-            samples[name.quantity] = _both_known(metric.of(times_a), metric.of(times_b))
-        found[str(name)] = _paired(name, *samples[name.quantity], bootstrap, level)
+    found: list[Difference] = []
+    for quantity, names in _by_quantity(wanted).items():
+        if isinstance(metric := metrics[quantity], RequestMetric):
+            samples = _both_known(metric.of(times_a), metric.of(times_b))
+            found += _paired(names, *samples, bootstrap, level)
+    return {str(difference.name): difference for difference in found}
+
+
+def _by_quantity(names: Iterable[MetricName]) -> dict[str, list[MetricName]]:
+    """Figures of latencies by the latency, of which all are computed together."""
+    found: dict[str, list[MetricName]] = {}
+    for name in names:
+        if name.statistic is not None:
+            found.setdefault(name.quantity, []).append(name)
     return found
 
 
@@ -186,32 +189,55 @@ def _both_known(a: Floats, b: Floats) -> tuple[Floats, Floats]:
 
 
 def _paired(
-    name: MetricName, a: Floats, b: Floats, bootstrap: BlockBootstrap | None, level: float
-) -> Difference:
+    names: Sequence[MetricName], a: Floats, b: Floats, bootstrap: BlockBootstrap | None, level: float
+) -> list[Difference]:
+    """Figures of one latency of the same requests."""
     known = ~np.isnan(a)
     count = int(known.sum())
     if not count:
-        return Difference(name, None, None, pairs=0)
-    values = [_statistic(name, side[known]) for side in (a, b)]
-    if bootstrap is None or bootstrap.num_blocks < 2 or name.statistic == "max":
-        return Difference(name, *values, pairs=count)
-    first, second = (_resampled(name, side, bootstrap) for side in (a, b))
-    delta = second - first
-    with np.errstate(invalid="ignore", divide="ignore"):
-        percent = 100 * delta / np.abs(first)
-    return Difference(name, *values, interval(delta, level), interval(percent, level), count)
+        return [Difference(name, None, None, pairs=0) for name in names]
+    resampled: list[dict[MetricName, Floats]] = [{}, {}]
+    if bootstrap is not None and bootstrap.num_blocks > 1:
+        resampled = [_resampled(names, side, bootstrap) for side in (a, b)]
+    found = []
+    for name in names:
+        value_a, value_b = _statistic(name, a[known]), _statistic(name, b[known])
+        if name not in resampled[0]:
+            found.append(Difference(name, value_a, value_b, pairs=count))
+            continue
+        first, second = (side[name] for side in resampled)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            percent = interval(100 * (second - first) / np.abs(first), level)
+        found.append(Difference(name, value_a, value_b, interval(second - first, level), percent, count))
+    return found
 
 
 def _statistic(name: MetricName, values: Floats) -> float:
-    if name.percentile is not None:
-        return float(np.percentile(values, name.percentile))
-    return float({"mean": np.mean, "std": np.std, "max": np.max}[name.statistic or ""](values))
+    match name.statistic:
+        case "mean":
+            return float(values.mean())
+        case "std":
+            return float(values.std())
+        case "max":
+            return float(values.max())
+    assert name.percentile is not None, "all others are percentiles"
+    return float(np.percentile(values, name.percentile))
 
 
-def _resampled(name: MetricName, values: Floats, bootstrap: BlockBootstrap) -> Floats:
-    if name.percentile is not None:
-        return bootstrap.percentiles(values, name.percentile)
-    return bootstrap.means(values) if name.statistic == "mean" else bootstrap.stds(values)
+def _resampled(
+    names: Sequence[MetricName], values: Floats, bootstrap: BlockBootstrap
+) -> dict[MetricName, Floats]:
+    """Of every resample. A maximum has none: resamples never go beyond the largest value."""
+    percentiles = {name: name.percentile for name in names if name.percentile is not None}
+    found = dict(
+        zip(percentiles, bootstrap.several_percentiles(values, list(percentiles.values())), strict=True)
+    )
+    for name in names:
+        if name.statistic == "mean":
+            found[name] = bootstrap.means(values)
+        elif name.statistic == "std":
+            found[name] = bootstrap.stds(values)
+    return found
 
 
 def _of_pool(pool: Distribution, name: MetricName) -> float | None:
@@ -220,6 +246,11 @@ def _of_pool(pool: Distribution, name: MetricName) -> float | None:
     else:
         value = {"mean": pool.mean, "std": pool.std, "max": pool.max}[name.statistic or ""]
     return None if value is None else value / NS_PER_MS
+
+
+def _summary(log: Tables) -> Mapping[str, Any]:
+    """That of a folder was computed when the run ended; figures of a run as a whole have one definition."""
+    return log.summary if isinstance(log, Run) else summarize(log)
 
 
 def run_figures(

@@ -8,6 +8,7 @@ same requests are drawn with the same blocks, so that what both share cancels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
@@ -82,9 +83,16 @@ class BlockBootstrap:
 
     def percentiles(self, values: Floats, p: float) -> Floats:
         """As `numpy.percentile` gives them for the values of a resample written out; p in 0..100."""
+        return self.several_percentiles(values, [p])[0]
+
+    def several_percentiles(self, values: Floats, ps: Sequence[float]) -> list[Floats]:
+        """The same for several p, of values that are put in order once."""
         known, blocks = self._known(values)
         order = np.argsort(known, kind="stable")
         known, blocks = known[order], blocks[order]
+        return [self._percentiles_of_sorted(known, blocks, p) for p in ps]
+
+    def _percentiles_of_sorted(self, known: Floats, blocks: Ints, p: float) -> Floats:
         if not len(known):
             return np.full(self.resamples, np.nan)
         middle = int((len(known) - 1) * p / 100)
