@@ -7,6 +7,7 @@ A mutation is one exact textual change to one file. `test_mutations.py` makes it
 
 from __future__ import annotations
 
+from export_mutations import EXPORTS
 from kernel_mutations import KERNELS
 from mutation import Mutation
 from sweep_mutations import SWEEPS
@@ -1091,4 +1092,4 @@ LEAPS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS
+MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS
