@@ -52,19 +52,21 @@ def report(found: Plan) -> Iterator[RenderableType]:
 
 
 def _table(found: Plan) -> Table:
+    """One row a configuration; columns that would be the same for every small question are left out."""
     table = _narrow_table(
         found.question.slo.words(), "GPU-h/M, $/M: for a million output tokens at that load"
     )
+    cells = [_cells(row) for row in found.rows]
+    is_alone = {"replicas": "1", "GPUs": "1", "$/M": "", "$/h": ""}
+    shown = [t for t in TITLES if t not in is_alone or any(c[t] not in (is_alone[t], "") for c in cells)]
     for name in found.question.vary:
         table.add_column(name, no_wrap=True)
-    for title in ("req/s", "replicas", "GPUs", "headroom", "GPU-h/M", "$/M", "$/h", "runs"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
-    for row in found.rows:
+    for title in shown:
+        table.add_column(title, justify="left" if title == "bound by" else "right", no_wrap=True)
+    for row, cell in zip(found.rows, cells, strict=True):
         chosen = [str(plain(value)) for value in row.settings.values()]
-        table.add_row(
-            *chosen, *_cells(row), style="bold" if row is found.best and len(found.rows) > 1 else None
-        )
+        style = "bold" if row is found.best and len(found.rows) > 1 else None
+        table.add_row(*chosen, *(cell[title] for title in shown), style=style)
     return table
 
 
@@ -81,22 +83,30 @@ def _narrow_table(title: str, caption: str | None = None) -> Table:
     )
 
 
-def _cells(row: Row) -> list[str]:
+TITLES = ("req/s", "replicas", "GPUs", "headroom", "GPU-h/M", "$/M", "$/h", "runs", "bound by")
+
+
+def _cells(row: Row) -> dict[str, str]:
+    """Title -> what stands there."""
     capacity, cost = row.capacity, row.cost
     if capacity is None:
-        return [*[""] * 8, "does not fit"]
-    out = None if cost is None else cost.output_tokens_per_s
-    return [
-        "none" if capacity.rate is None else _number(capacity.rate),
-        str(capacity.replicas),
-        str(capacity.gpus),
-        "" if capacity.headroom is None else f"{100 * capacity.headroom:.0f} %",
-        "" if cost is None or out is None else _or_blank(cost.gpu_hours_per_million(out)),
-        "" if cost is None or out is None else _or_blank(cost.usd_per_million(out)),
-        "" if cost is None else _or_blank(cost.usd_per_hour),
-        str(capacity.simulations),
-        capacity.binding,
-    ]
+        return dict.fromkeys(TITLES, "") | {"bound by": "does not fit"}
+    cells = {
+        "req/s": "none" if capacity.rate is None else _number(capacity.rate),
+        "replicas": str(capacity.replicas),
+        "GPUs": str(capacity.gpus),
+        "headroom": "" if capacity.headroom is None else f"{100 * capacity.headroom:.0f} %",
+        "runs": str(capacity.simulations),
+        "bound by": capacity.binding,
+    }
+    if cost is None:
+        return dict.fromkeys(TITLES, "") | cells
+    per_s = cost.output_tokens_per_s
+    return cells | {
+        "GPU-h/M": _or_blank(cost.gpu_hours_per_million(per_s)),
+        "$/M": _or_blank(cost.usd_per_million(per_s)),
+        "$/h": _or_blank(cost.usd_per_hour),
+    }
 
 
 def _told(found: Plan, row: Row, capacity: Capacity) -> Iterator[str]:
