@@ -25,7 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same 40 requests with steps of 10 ms and, twice as slow, of 20 ms; and another workload."""
     runs = tmp_path_factory.mktemp("compared")
     rows = [
-        {"request_id": f"r{i}", "arrival_s": 0.03 * i, "prompt_tokens": 30 + 7 * i, "output_tokens": 3 + i % 9}
+        {
+            "request_id": f"r{i}",
+            "arrival_s": 0.03 * i,
+            "prompt_tokens": 30 + 7 * i,
+            "output_tokens": 3 + i % 9,
+        }
         for i in range(40)
     ]
     (runs / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -183,6 +183,61 @@ def test_a_model_that_does_not_fit_is_a_row_of_its_own(capsys: pytest.CaptureFix
     assert "KV cache" in refused(capsys, *args, "--gpu", "RTX-4090", code=3)
 
 
+# ------------------------------------------------------------ replicas
+
+
+def test_the_fewest_replicas_for_a_load(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One serves 16 a second: for 31 two are just enough, which is tried after three, the safe guess."""
+    args = (workload, *ENGINE, "--ttft", "400", "--target-rate", "31", "--price", "2")
+    found = asked(capsys, *args)
+    assert found["replicas"] == 2 and found["max_request_rate"] == found["target_rate"] == 31
+    assert found["headroom"] == pytest.approx(32 / 31 - 1, abs=0.01)
+    assert found["cost"]["gpus"] == 2 and found["cost"]["usd_per_hour"] == 4
+    probes = found["configurations"][0]["probes"]
+    assert [p["replicas"] for p in probes if p["rate"] == 31 and p["good"]] == [2, 3]
+    assert found["simulations"] == len(probes) <= 6
+    assert asked(capsys, workload, *ENGINE, "--ttft", "400", "--target-rate", "33")["replicas"] == 3
+    assert run(["plan", *args]) == 0
+    assert "2 of these, behind a router (round_robin):" in capsys.readouterr().out
+
+
+def test_too_few_replicas_is_3(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = (workload, *ENGINE, "--ttft", "200", "--target-rate", "40", "--replicas-at-most", "2")
+    found = asked(capsys, *args, code=3)
+    assert found["replicas"] is None and found["nearest"]["replicas"] == 2
+    assert found["nearest"]["good"] and found["nearest"]["rate"] == pytest.approx(32, rel=0.06)
+
+
+def test_no_number_of_replicas_makes_a_step_shorter(
+    workload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is seen from one nearly idle engine."""
+    found = asked(capsys, workload, *ENGINE, "--tpot", "49", "--target-rate", "40", code=3)
+    assert found["simulations"] == 2 and found["nearest"]["tpot_ms"] == pytest.approx(50)
+
+
+def test_a_fleet_has_the_load_of_its_replicas(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = asked(
+        capsys, workload, *ENGINE, "--replicas", "2", "--router", "least_requests", "--max-simulations", "8"
+    )
+    assert found["replicas"] == 2
+    assert found["max_request_rate"] == pytest.approx(32, rel=0.06)
+
+
+def test_replicas_that_come_and_go_are_paid_for_while_they_are_there(
+    workload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaling = ["--autoscale", "queue", "--scale-up-at", "4", "--scale-down-at", "1", "--max-replicas", "3"]
+    scaling += ["--scale-interval-s", "1"]
+    found = asked(
+        capsys, workload, *ENGINE, *scaling, "--price", "1", "--max-simulations", "5", "--ttft", "2000"
+    )
+    probes = found["configurations"][0]["probes"]
+    assert any(1 < probe["mean_replicas"] < 3 for probe in probes)
+    at_limit = next(probe for probe in probes if probe["rate"] == found["max_request_rate"])
+    assert found["cost"]["usd_per_hour"] == found["cost"]["gpus"] == at_limit["mean_replicas"]
+
+
 # ------------------------------------------------------------ the error of the step times
 
 

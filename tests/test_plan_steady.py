@@ -183,6 +183,7 @@ def test_requests_without_an_answer_count_as_present() -> None:
         "waiting": 1,
         "refused": 0,
         "aborted": 0,
+        "lost": 0,
         "failed": 0,
     }
     assert account(requests, 1.5 * S)["waiting"] == 1

@@ -52,7 +52,7 @@ class PlanFlags:
             "limits there. Without it: the largest rate that keeps them.",
         ),
     ] = None
-    max_replicas: Annotated[int, count(PLAN, "With --target-rate: at most so many.")] = 64
+    replicas_at_most: Annotated[int, count(PLAN, "With --target-rate: no more are tried.")] = 64
     vary: Annotated[
         tuple[str, ...],
         switch(

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from servetwin.sim.cluster.config import DEFAULT_ROUTER
 from servetwin.sim.commands.run_fields import plain
 from servetwin.sim.planning.answer import Plan, Row, curve
 from servetwin.sim.planning.capacity import Capacity, nearest
@@ -48,7 +49,14 @@ def report(found: Plan) -> Iterator[RenderableType]:
     yield _curve_table(best.capacity)
     yield Text("\n".join(_footnotes(found, best, best.capacity)), style="dim")
     yield ""
+    if best.capacity.replicas > 1:
+        yield Text(f"{best.capacity.replicas} of these, behind a router ({router_of(best.capacity)}):")
     yield Text(best.line, no_wrap=True, overflow="ignore")
+
+
+def router_of(capacity: Capacity) -> str:
+    """Who spreads the requests."""
+    return str(capacity.spec["router"] or DEFAULT_ROUTER)
 
 
 def _table(found: Plan) -> Table:
@@ -94,7 +102,7 @@ def _cells(row: Row) -> dict[str, str]:
     cells = {
         "req/s": "none" if capacity.rate is None else _number(capacity.rate),
         "replicas": str(capacity.replicas),
-        "GPUs": str(capacity.gpus),
+        "GPUs": f"{capacity.gpus:.4g}",
         "headroom": "" if capacity.headroom is None else f"{100 * capacity.headroom:.0f} %",
         "runs": str(capacity.simulations),
         "bound by": capacity.binding,
@@ -175,6 +183,9 @@ def _curve_table(capacity: Capacity) -> Table:
         "over: too much; KNEE: the first load beyond what can be served; cut: not all had an answer",
     )
     preempted = any(row["preemptions"] for row in rows)
+    several = len({row["replicas"] for row in rows}) > 1
+    if several:
+        table.add_column("repl.", justify="right", no_wrap=True)
     table.add_column("req/s", justify="right", no_wrap=True)
     for name in METRICS:
         table.add_column(name.upper(), justify="right", no_wrap=True)
@@ -185,7 +196,8 @@ def _curve_table(capacity: Capacity) -> Table:
     table.add_column("waits", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in rows:
-        cells = [_number(row["rate"]), *(_latency(row, name, slo) for name in METRICS)]
+        cells = [str(row["replicas"])] if several else []
+        cells += [_number(row["rate"]), *(_latency(row, name, slo) for name in METRICS)]
         if slo.limits_ms:
             cells.append("" if row["attained"] is None else f"{100 * row['attained']:.1f}")
         if preempted:
@@ -244,8 +256,8 @@ def _infeasible(found: Plan) -> Iterator[RenderableType]:
         )
         of = f" with {point['replicas']} replicas" if point["replicas"] > 1 else ""
         lines.append(
-            f"{where}not feasible; nearest: {_rate(point['rate'])}{of}: {values or 'the queue grows without bound'}; "
-            f"bound by {row.capacity.binding}"
+            f"{where}not feasible; nearest{' that is' if point['good'] else ''}: {_rate(point['rate'])}{of}: "
+            f"{values or 'the queue grows without bound'}; bound by {row.capacity.binding}"
         )
     yield Text("\n".join(lines))
 

@@ -69,7 +69,7 @@ def question_of(workload: str | None, flags: PlanFlags, groups: Mapping[str, Any
         slo=slo,
         vary=vary,
         target_rate=flags.target_rate,
-        max_replicas=flags.max_replicas,
+        replicas_at_most=flags.replicas_at_most,
         prices=read_prices(flags.price),
         effort=Effort(flags.seeds, flags.tolerance, flags.max_simulations),
         step_time_error=None if flags.step_time_error is None else flags.step_time_error / 100,

@@ -26,7 +26,7 @@ from servetwin.sim.planning.capacity import (
 from servetwin.sim.planning.one_run import prepare
 from servetwin.sim.planning.parameters import Choice, Parameter, parameters_of
 from servetwin.sim.planning.prices import Cost, Prices, price_of, read_prices
-from servetwin.sim.planning.probing import Measured, to_json
+from servetwin.sim.planning.probing import Measured, replicas_of, to_json
 from servetwin.sim.planning.search import Point
 from servetwin.sim.planning.serve_line import serve_line
 from servetwin.sim.planning.slo import METRICS, Slo
@@ -36,7 +36,7 @@ from servetwin.sim.planning.step_time_error import step_time_error
 if TYPE_CHECKING:
     import pandas as pd
 
-MAX_REPLICAS = 64
+REPLICAS_AT_MOST = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Question:
     """Field of the spec -> its values; every combination is tried."""
     target_rate: float | None = None
     """Requests/s to be served by the fewest replicas; None: the largest load is asked for."""
-    max_replicas: int = MAX_REPLICAS
+    replicas_at_most: int = REPLICAS_AT_MOST
     prices: Prices = field(default_factory=dict)
     effort: Effort = field(default_factory=Effort)
     step_time_error: float | None = None
@@ -60,7 +60,7 @@ class Question:
     def __post_init__(self) -> None:
         checks = {
             "--target-rate": (self.target_rate is None or 0 < self.target_rate < inf, "requests/s, above 0"),
-            "--max-replicas": (self.max_replicas >= 1, "at least 1"),
+            "--replicas-at-most": (self.replicas_at_most >= 1, "at least 1"),
             "--tolerance": (1e-4 <= self.effort.tolerance <= 0.5, "a part of the rate, from 0.0001 to 0.5"),
             "--max-simulations": (
                 self.effort.max_simulations is None or self.effort.max_simulations >= 4,
@@ -233,21 +233,24 @@ class Plan:
 
 def curve(capacity: Capacity) -> list[dict[str, Any]]:
     """The limits against the load: for each rate the mean over its seeds, 95 % intervals, and what was waited for."""
-    rates = sorted({run.rate for run in capacity.runs if run.rate != inf})
-    return [_curve_row(rate, [run for run in capacity.runs if run.rate == rate], capacity) for rate in rates]
+    points: dict[tuple[int, float], list[Measured]] = {}
+    for run in (run for run in capacity.runs if run.rate != inf):
+        points.setdefault((replicas_of(run.config), run.rate), []).append(run)
+    return [_curve_row(points[at], at[0], capacity) for at in sorted(points)]
 
 
-def _curve_row(rate: float, runs: list[Measured], capacity: Capacity) -> dict[str, Any]:
+def _curve_row(runs: list[Measured], replicas: int, capacity: Capacity) -> dict[str, Any]:
     import numpy as np
 
+    rate = runs[0].rate
     point = Point(rate, {run.seed: run.outcome for run in runs})
     row: dict[str, Any] = {
         "rate": rate,
         "seeds": len(runs),
-        "replicas": capacity.replicas,
+        "replicas": replicas,
         "verdict": str(runs[0].verdict),
         "good": point.is_good,
-        "mark": _mark(rate, capacity),
+        "mark": _mark(rate, capacity) if replicas == capacity.replicas else None,
     }
     for name in METRICS:
         values = [v for run in runs if (v := run.values[name]) is not None]
@@ -333,7 +336,7 @@ def _row(question: Question, settings: dict[str, Any], spec: RunSpec, on_run: On
             capacity = largest_load(spec, question.slo, question.effort, on_run)
         else:
             capacity = fewest_replicas(
-                spec, question.slo, question.target_rate, question.effort, question.max_replicas, on_run
+                spec, question.slo, question.target_rate, question.effort, question.replicas_at_most, on_run
             )
     except InfeasibleError as e:
         return Row(settings, None, str(e), None, "", ())
@@ -351,7 +354,7 @@ def plan_of(
     percentile: float = 99.0,
     attainment: float | None = None,
     target_rate: float | None = None,
-    max_replicas: int = MAX_REPLICAS,
+    replicas_at_most: int = REPLICAS_AT_MOST,
     vary: Mapping[str, Sequence[Any] | str] | None = None,
     prices: Prices | None = None,
     seeds: int | None = None,
@@ -372,7 +375,7 @@ def plan_of(
         slo=slo,
         vary=choices_of(parameters_of(vary or {})),
         target_rate=target_rate,
-        max_replicas=max_replicas,
+        replicas_at_most=replicas_at_most,
         prices=read_prices(f"{name}={usd}" if name else f"{usd}" for name, usd in (prices or {}).items()),
         effort=Effort(seeds, tolerance, max_simulations),
         step_time_error=step_time_error,

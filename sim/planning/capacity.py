@@ -19,6 +19,8 @@ from servetwin.sim.planning.search import Limit, Point, find_limit
 from servetwin.sim.planning.slo import Slo
 from servetwin.sim.planning.spec import RunSpec
 
+NEAREST = 3
+"""The nearest feasible load is looked for with so many times the tolerance."""
 FIRST_PART = 0.9
 """Of the knee: where the search begins."""
 ENOUGH_TURNOVERS = 8
@@ -61,7 +63,7 @@ class Capacity:
     knee: float | None
     """Requests/s that are served when all come at once; None: they never had to queue."""
     limit: Limit | None
-    """Of the search; None with a target."""
+    """Of the search; with a target only where that is not feasible, for the nearest load that is."""
     at_limit: Measured | None
     """A run at the rate."""
     beyond: Measured | None
@@ -83,8 +85,10 @@ class Capacity:
         return None if self.rate is None or self.knee is None else max(self.knee / self.rate - 1, 0.0)
 
     @property
-    def gpus(self) -> int:
-        return self.replicas * int(self.spec["tensor_parallel_size"])
+    def gpus(self) -> float:
+        """On the average over the run at the limit, where replicas come and go."""
+        replicas = self.replicas if self.at_limit is None else self.at_limit.mean_replicas
+        return replicas * int(self.spec["tensor_parallel_size"])
 
     def cost(self, price: float | None) -> Cost | None:
         run = self.at_limit
@@ -133,10 +137,10 @@ def largest_load(spec: RunSpec, slo: Slo, effort: Effort, on_run: OnRun | None =
 
 
 def fewest_replicas(
-    spec: RunSpec, slo: Slo, target: float, effort: Effort, max_replicas: int, on_run: OnRun | None = None
+    spec: RunSpec, slo: Slo, target: float, effort: Effort, at_most: int, on_run: OnRun | None = None
 ) -> Capacity:
     """The fewest replicas that keep `slo` at `target` requests/s. Raises UsageError where they cannot be counted."""
-    return _ReplicaSearch(spec, slo, target, effort, max_replicas, on_run).run()
+    return _ReplicaSearch(spec, slo, target, effort, at_most, on_run).run()
 
 
 @dataclass
@@ -145,16 +149,18 @@ class _ReplicaSearch:
     slo: Slo
     target: float
     effort: Effort
-    max_replicas: int
+    at_most: int
     on_run: OnRun | None
     probers: dict[int, Prober] = field(default_factory=dict)
     tried: dict[int, Point] = field(default_factory=dict)
 
     def run(self) -> Capacity:
         single, saturated, notes = _saturated(self._with(1), self.slo, self.on_run)
-        self.probers[1], self.spec = single, single.spec
+        self.probers[1] = single
         knee = saturated.steady.saturated_rate or _rate_of(saturated)
         fewest = max(ceil(self.target / (knee * 1.05)), 1)
+        self.spec, more = _with_enough(self.spec, single, saturated, fewest)
+        notes = more or notes
         found = None if self._is_hopeless(single, knee) else self._search(fewest, knee)
         if found is None:
             return self._none(single, saturated, notes)
@@ -181,14 +187,14 @@ class _ReplicaSearch:
 
     def _search(self, fewest: int, knee: float) -> int | None:
         """Gallop upwards from what the knee asks for, then halve; every number below the answer is bad or untried."""
-        n = min(max(ceil(self.target / (knee * FIRST_PART)), fewest), self.max_replicas)
+        n = min(max(ceil(self.target / (knee * FIRST_PART)), fewest), self.at_most)
         bad = fewest - 1
         step = 1
         while not self._is_good(n):
             bad = max(bad, n)
-            if n >= self.max_replicas:
+            if n >= self.at_most:
                 return None
-            n, step = min(n + step, self.max_replicas), step * 2
+            n, step = min(n + step, self.at_most), step * 2
         while n - bad > 1:
             # Most often the first guess is right, or one too many.
             middle = n - 1 if n - bad <= 3 else (n + bad) // 2
@@ -209,8 +215,9 @@ class _ReplicaSearch:
         return bool(self.slo.limits_ms) and not single(knee * IDLE_PART, single.seed).margin >= 0
 
     def _none(self, single: Prober, saturated: Measured, notes: tuple[str, ...]) -> Capacity:
-        runs = tuple(run for n in sorted(self.probers) for run in self.probers[n].all())
         most = max(self.tried, default=1)
+        limit = None if most not in self.tried else self._what_so_many_serve(most, saturated)
+        runs = tuple(run for n in sorted(self.probers) for run in self.probers[n].all())
         worst = self.probers[most].at(self.target) if most in self.tried else single.all()[0]
         name, reason = _binding(None, worst, saturated)
         return Capacity(
@@ -219,7 +226,7 @@ class _ReplicaSearch:
             rate=None,
             replicas=most,
             knee=saturated.steady.saturated_rate,
-            limit=None,
+            limit=limit,
             at_limit=None,
             beyond=worst,
             runs=runs,
@@ -227,6 +234,20 @@ class _ReplicaSearch:
             reason=reason,
             notes=notes,
             simulations=self._simulations(),
+        )
+
+    def _what_so_many_serve(self, replicas: int, saturated: Measured) -> Limit:
+        """The nearest load that is feasible."""
+        knee = replicas * (saturated.steady.saturated_rate or _rate_of(saturated))
+        prober = self._prober(replicas)
+        return find_limit(
+            prober,
+            FIRST_PART * min(knee, self.target),
+            ceiling=self.target,
+            tolerance=NEAREST * self.effort.tolerance,
+            seeds=[prober.seed],
+            max_probes=self.effort.budget(1),
+            look_beyond=False,
         )
 
     def _prober(self, replicas: int) -> Prober:
@@ -246,27 +267,30 @@ def _saturated(spec: RunSpec, slo: Slo, on_run: OnRun | None) -> tuple[Prober, M
     """All requests at once, and enough of them where their number is ours to choose."""
     prober = Prober(spec, slo, on_run=_told(on_run, spec))
     run = prober.at(inf)
-    needed = min(ENOUGH_TURNOVERS * run.peak_running, MOST_DRAWN)
-    if needed <= run.requests:
-        return prober, run, ()
+    grown, notes = _with_enough(spec, prober, run, 1)
+    if grown is spec:
+        return prober, run, notes
+    larger = Prober(grown, slo, on_run=_told(on_run, grown))
+    larger.simulations = prober.simulations
+    return larger, larger.at(inf), notes
+
+
+def _with_enough(
+    spec: RunSpec, prober: Prober, all_at_once: Measured, replicas: int
+) -> tuple[RunSpec, tuple[str, ...]]:
+    """The spec with enough requests for a steady state of so many replicas, or a note that they are few.
+
+    `prober`, `all_at_once`: of the spec, whose engines count as one of the replicas.
+    """
+    at_once, there = all_at_once.peak_running * replicas, prober.load(prober.seed).requests
+    needed = min(ENOUGH_TURNOVERS * at_once, MOST_DRAWN)
+    if needed <= there:
+        return spec, ()
     if spec["num_prompts"] is None and prober.is_drawn():
-        grown = spec.with_(num_prompts=needed)
-        larger = Prober(grown, slo, on_run=_told(on_run, grown))
-        larger.simulations = prober.simulations
-        run = larger.at(inf)
-        return (
-            larger,
-            run,
-            (f"{needed:,} requests are drawn (--num-prompts): {run.peak_running:,} run at once",),
-        )
-    return (
-        prober,
-        run,
-        (
-            f"{run.requests:,} requests are few where {run.peak_running:,} run at once: {needed:,} or more "
-            "(--num-prompts, a longer trace) would show a steady state",
-        ),
-    )
+        said = f"{needed:,} requests are drawn (--num-prompts): up to {at_once:,} run at once"
+        return spec.with_(num_prompts=needed), (said,)
+    few = f"{there:,} requests are few where up to {at_once:,} run at once: {needed:,} or more"
+    return spec, (f"{few} (--num-prompts, a longer trace) would show a steady state",)
 
 
 def _told(on_run: OnRun | None, spec: RunSpec) -> Callable[[Measured], None] | None:
@@ -310,12 +334,21 @@ def _binding(at_limit: Measured | None, beyond: Measured | None, saturated: Meas
 
 
 def nearest(capacity: Capacity) -> dict[str, Any]:
-    """Of what is not feasible, the run that comes nearest: its load, and what its limits would have to be."""
-    run = max((r for r in capacity.runs if r.rate != inf), key=lambda r: r.outcome.margin)
+    """Of what is not feasible, the run that comes nearest.
+
+    It keeps the limits at a smaller load, with as many replicas as there may be; or, where no load keeps them, it says
+    what the limits would have to be.
+    """
+    limit = capacity.limit
+    runs = [r for r in capacity.runs if r.rate != inf]
+    if limit is not None and limit.rate is not None:
+        runs = [r for r in runs if r.rate == limit.rate and replicas_of(r.config) == capacity.replicas]
+    run = max(runs, key=lambda r: r.outcome.margin)
     values = {name: v for name, v in run.values.items() if name in capacity.slo.limits_ms}
     return {
         "rate": run.rate,
         "replicas": replicas_of(run.config),
+        "good": run.outcome.margin >= 0,
         **{f"{name}_ms": v if v is not None and v < inf else None for name, v in values.items()},
         "attained": run.attained,
     }

@@ -80,6 +80,8 @@ class Measured:
     peak_running: int
     end_s: float
     """Simulated time of the end."""
+    mean_replicas: float
+    """Over the run; they come and go with --autoscale."""
     simulated_steps: int
     ended_early: str | None
     config: RunConfig
@@ -196,9 +198,8 @@ class Prober:
 
 
 def replicas_of(config: RunConfig) -> int:
-    """Engines of a run."""
-    cluster = getattr(config, "cluster", None)
-    return int(getattr(cluster, "replicas", 1)) if cluster is not None else 1
+    """Engines of a run, at its start where they come and go."""
+    return config.cluster.replicas
 
 
 def room_of(config: RunConfig, load: Load) -> int:
@@ -206,7 +207,7 @@ def room_of(config: RunConfig, load: Load) -> int:
     engine = config.engine
     pool_tokens = (engine.cache.num_gpu_blocks - 1) * engine.cache.block_size
     held = max(int(pool_tokens / max(load.mean_tokens, 1.0)), 1)
-    return min(engine.scheduler.max_num_seqs, held) * replicas_of(config)
+    return min(engine.scheduler.max_num_seqs, held) * config.cluster.most_replicas
 
 
 def judge(result: RunResult, slo: Slo, rate: float, seed: int, metric_defs: str) -> Measured:
@@ -242,11 +243,18 @@ def judge(result: RunResult, slo: Slo, rate: float, seed: int, metric_defs: str)
         prefix_hit_fraction=own["cached_prompt_fraction"],
         peak_running=int(log_.steps.running.max()) if len(log_.steps) else 0,
         end_s=result.end_ns / 1e9,
+        mean_replicas=_mean_replicas(own, result),
         simulated_steps=own["steps"],
         ended_early=result.ended_early,
         config=result.config,
         notes=result.notes,
     )
+
+
+def _mean_replicas(own: dict[str, Any], result: RunResult) -> float:
+    if result.config.cluster.autoscale is None or not result.end_ns:
+        return float(replicas_of(result.config))
+    return float(own["cluster"]["replica_hours"] * 3600 / (result.end_ns / 1e9))
 
 
 def _outcome(
@@ -331,6 +339,8 @@ def to_json(run: Measured) -> dict[str, Any]:
         "served_rate": run.steady.served_rate,
         "output_tokens_per_s": run.output_tokens_per_s,
         "window_s": [run.steady.window.start_ns / 1e9, run.steady.window.end_ns / 1e9],
+        "replicas": replicas_of(run.config),
+        "mean_replicas": run.mean_replicas,
         "preemptions": run.preemptions,
         "recomputed_fraction": run.recomputed_fraction,
         "prefix_hit_fraction": run.prefix_hit_fraction,

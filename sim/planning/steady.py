@@ -212,14 +212,16 @@ def saturated_rate(lives: Lives) -> float | None:
 def _while_queued(lives: Lives) -> Floats:
     """Instants of completion [k] during that time, in order.
 
-    One turnover of those that ran when the queue began is left out: they started together or with fewer neighbours.
+    One turnover of those that ran when the first of them ended is left out: they started together or with fewer
+    neighbours.
     """
     begin, end = _longest_queueing(lives.sent, lives.admitted)
     done = np.sort(lives.finish[lives.completed])
     done = done[(done > begin) & (done <= end)]
-    running = int(np.sum(lives.first_scheduled <= begin)) - int(np.sum(lives.finish <= begin))
-    admitted_at_once = int(np.sum(lives.first_scheduled == begin))
-    turnover = min(max(running, admitted_at_once, 1), len(done) // 2)
+    if not len(done):
+        return done
+    running = int(np.sum(lives.first_scheduled < done[0])) - int(np.sum(lives.finish < done[0]))
+    turnover = min(max(running, 1), len(done) // 2)
     return done[turnover - 1 :] if turnover else done
 
 
@@ -288,7 +290,7 @@ def _window(lives: Lives, start: float, last: float, cut: float | None) -> Windo
 
 
 def account(requests: pd.DataFrame, now_ns: float | None = None) -> dict[str, int]:
-    """What became of every request that was sent: completed, running, waiting, refused, aborted, failed.
+    """What became of every request that was sent: completed, running, waiting, refused, aborted, lost, failed.
 
     They add up to the rows. `now_ns`: as of that instant of the run (None: as of its end); what was sent later does
     not count.
@@ -298,7 +300,7 @@ def account(requests: pd.DataFrame, now_ns: float | None = None) -> dict[str, in
     finish, begun = ns_array(requests.finish_s), ns_array(requests.first_scheduled_s)
     reason = requests.finish_reason.fillna("").to_numpy(dtype=object)
     came, ended, runs = sent <= at, finish <= at, begun <= at
-    groups = {"refused": ("refused",), "aborted": ("abort",), "failed": ("error",)}
+    groups = {"refused": ("refused",), "aborted": ("abort",), "lost": ("lost",), "failed": ("error",)}
     counts = {
         "completed": int(np.sum(came & ended & np.isin(reason, COMPLETED))),
         "running": int(np.sum(came & ~ended & runs)),
