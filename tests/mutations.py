@@ -10,6 +10,7 @@ from __future__ import annotations
 from export_mutations import EXPORTS
 from kernel_mutations import KERNELS
 from mutation import Mutation
+from planning_mutations import PLANNING
 from sweep_mutations import SWEEPS
 
 GOLDENS = "test_golden_decisions.py::test_decisions_equal_the_recorded_ones"
@@ -1092,4 +1093,4 @@ LEAPS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS
+MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING
