@@ -148,9 +148,7 @@ def _told(found: Plan, row: Row, capacity: Capacity) -> Iterator[str]:
 
 
 def _criterion(found: Plan) -> str:
-    cost = None if found.best is None else found.best.cost
-    per_usd = cost is not None and cost.usd_per_hour
-    return "most requests per USD" if per_usd else "most requests/s per GPU"
+    return "most requests per USD" if found.by_price else "most requests/s per GPU"
 
 
 def _bounds(capacity: Capacity) -> str:
@@ -192,7 +190,7 @@ def _curve_table(capacity: Capacity) -> Table:
     if slo.limits_ms:
         table.add_column("within %", justify="right", no_wrap=True)
     if preempted:
-        table.add_column("preempted", justify="right", no_wrap=True)
+        table.add_column("recomputed %", justify="right", no_wrap=True)
     table.add_column("waits", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in rows:
@@ -201,7 +199,7 @@ def _curve_table(capacity: Capacity) -> Table:
         if slo.limits_ms:
             cells.append("" if row["attained"] is None else f"{100 * row['attained']:.1f}")
         if preempted:
-            cells.append(f"{row['preemptions']:,}")
+            cells.append(f"{100 * (row['recomputed_fraction'] or 0):.1f}")
         mark = {"limit": " LIMIT", "knee": " KNEE", None: "" if row["good"] else " over"}[row["mark"]]
         waits_for = {None: "nothing", BUDGET: "tokens"}.get(row["waits_for"], row["waits_for"])
         table.add_row(*cells, waits_for, row["verdict"] + mark)

@@ -113,13 +113,14 @@ class Row:
     def is_feasible(self) -> bool:
         return self.capacity is not None and self.capacity.is_feasible
 
-    @property
-    def merit(self) -> tuple[float, float]:
-        """The larger the better: cheap first, where prices are known, else few GPUs for the load."""
+    def merit(self, *, by_price: bool) -> tuple[float, float]:
+        """The larger the better: requests for a USD, or for a GPU; then the load."""
         assert self.capacity is not None and self.capacity.rate is not None and self.cost is not None
         per_gpu = self.capacity.rate / self.capacity.gpus
         usd = self.cost.usd_per_hour
-        return (self.capacity.rate / usd if usd else per_gpu, self.capacity.rate)
+        if usd is None or not by_price:
+            return per_gpu, self.capacity.rate
+        return self.capacity.rate / usd if usd > 0 else inf, self.capacity.rate
 
     def to_json(self) -> dict[str, Any]:
         settings = {name: plain(value) for name, value in self.settings.items()}
@@ -160,6 +161,8 @@ class Plan:
     rows: tuple[Row, ...]
     best: Row | None
     """None: no configuration is feasible."""
+    by_price: bool
+    """The best is the cheapest, since all prices are known; else the one with the fewest GPUs for its load."""
     error: float | None
     """Relative error of the step times that was propagated; None: none is known."""
     rate_interval: tuple[float | None, float | None]
@@ -296,7 +299,8 @@ def answer(question: Question, on_run: OnRun | None = None) -> Plan:
     """Raises UsageError and what `servetwin run` ends with; a configuration that does not fit is a row of its own."""
     rows = [_row(question, settings, spec, on_run) for settings, spec in question.specs()]
     good = [row for row in rows if row.is_feasible]
-    best = max(good, key=lambda row: row.merit, default=None)
+    by_price = all(row.cost is not None and row.cost.usd_per_hour is not None for row in good)
+    best = max(good, key=lambda row: row.merit(by_price=by_price), default=None)
     if all(row.capacity is None for row in rows):
         raise InfeasibleError("; ".join(dict.fromkeys(str(row.problem) for row in rows)))
     error: float | None = None
@@ -314,7 +318,7 @@ def answer(question: Question, on_run: OnRun | None = None) -> Plan:
                 slower(best.capacity, 1 - error, question.effort, counted),
             )
             simulations = counted.count
-    return Plan(question, tuple(rows), best, error, between, simulations, assumed)
+    return Plan(question, tuple(rows), best, by_price, error, between, simulations, assumed)
 
 
 class _Counted:
