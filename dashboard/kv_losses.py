@@ -83,15 +83,21 @@ class LastBlocks(NamedTuple):
 
 def last_blocks(data: RunData) -> LastBlocks:
     """From events/ `finished`, `aborted`, `preempted`: blocks held and tokens computed at that time."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    ends = pa.array(["finished", "aborted", "preempted"])
     block_size = data.block_size
-    kinds = data.columns.categories("events", "kind")
-    rows = np.flatnonzero(np.asarray(kinds.isin(("finished", "aborted", "preempted"))))
-    blocks = data.columns.numbers("events", "blocks")[rows].astype(np.int64)
-    computed = data.columns.numbers("events", "computed_tokens")[rows].astype(np.int64)
-    # Slots taken for the next tokens (drafts, a step in flight) may reach beyond the last computed one's block.
-    unused = np.clip(blocks * block_size - computed, 0, None)[blocks > 0]
-    counts = np.bincount(np.minimum(unused, block_size - 1), minlength=block_size)
-    return LastBlocks(counts.astype(np.float64), int(blocks.sum()) * block_size)
+    unused, slots = np.zeros(block_size), 0
+    # Part by part: events are many, and nothing else needs all of them.
+    for part in data.columns.parts("events", ["kind", "blocks", "computed_tokens"]):
+        mine = part.filter(pc.is_in(part["kind"], ends))
+        blocks, computed = (mine[name].to_numpy().astype(np.int64) for name in ("blocks", "computed_tokens"))
+        # Slots taken for the next tokens (drafts, a step in flight) may reach beyond the last computed one's block.
+        left = np.clip(blocks * block_size - computed, 0, block_size - 1)[blocks > 0]
+        unused += np.bincount(left, minlength=block_size)
+        slots += int(blocks.sum()) * block_size
+    return LastBlocks(unused, slots)
 
 
 def evictions_over_time(data: RunData, window: Window, bins: int) -> tuple[Numbers, Numbers]:

@@ -16,8 +16,8 @@ from servetwin.sim.run_files import read_json_lines
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads import RequestSpec
 
-BLOCKS_AT_MOST = 200_000
-"""Of prompts that are read; the rest of the requests is left out and said to be."""
+REQUESTS_AT_MOST, BLOCKS_AT_MOST = 20_000, 200_000
+"""Prompts that are read, and blocks of them; the rest of the run is left out and said to be."""
 FIELDS = (
     "request_id", "arrival_s", "prompt_tokens", "output_tokens", "prefix_ids", "prefix_block_tokens", "session_id",
     "context_tokens", "cache_salt",
@@ -68,7 +68,7 @@ def prefix_tree(data: RunData) -> PrefixTree:
 
 
 def _specs(data: RunData) -> Iterator[RequestSpec]:
-    for row in islice(read_json_lines(data.run.path / "workload.jsonl.zst"), BLOCKS_AT_MOST):
+    for row in islice(read_json_lines(data.run.path / "workload.jsonl.zst"), REQUESTS_AT_MOST):
         yield _spec(row)
 
 

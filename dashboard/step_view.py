@@ -46,6 +46,20 @@ def steps_between(columns: RunColumns, from_s: float, to_s: float, names: Sequen
     return StepView(_by_rows(columns, first, last, names), False, num_steps)
 
 
+def first_steps(
+    columns: RunColumns, from_s: float, to_s: float, names: Sequence[str], limit: int = EXACT_STEPS
+) -> tuple[pd.DataFrame, int]:
+    """The first steps of a window one by one, about `limit` of them, and how many more there are."""
+    starts, repeats = columns.numbers("steps", "start_s"), step_repeats(columns)
+    first = max(int(starts.searchsorted(from_s, side="right")) - 1, 0)
+    last = int(starts.searchsorted(to_s, side="right"))
+    total = np.cumsum(repeats[first:last])
+    kept = first + int(total.searchsorted(limit, side="right"))
+    # One row alone may be more than that.
+    kept = min(max(kept, first + 1), last)
+    return _one_by_one(columns, first, kept, names), int(repeats[kept:last].sum())
+
+
 def step_repeats(columns: RunColumns) -> Numbers:
     """How many steps each row of the table is, [rows]."""
     repeats = columns.numbers("steps", "repeats")

@@ -53,7 +53,7 @@ def _occupancy(state: State, data: RunData) -> None:
     if not data.has_engine:
         return
     st.subheader("Unused slots of last blocks")
-    waste = kv_losses.last_blocks(data)
+    waste = _last_blocks(data)
     st.plotly_chart(charts.unused_slots(waste.unused), key="unused_slots")
     st.caption(
         f"When requests ended or were preempted, of the whole run: {quantity(waste.mean, ' slots')} of "
@@ -211,6 +211,11 @@ def _tree(state: State, data: RunData) -> None:
 @st.cache_resource(max_entries=4, show_spinner="Reading prompts", hash_funcs={RunData: lambda d: d.identity})
 def _read_tree(data: RunData) -> PrefixTree:
     return prefix_tree(data)
+
+
+@st.cache_resource(max_entries=4, show_spinner=False, hash_funcs={RunData: lambda d: d.identity})
+def _last_blocks(data: RunData) -> kv_losses.LastBlocks:
+    return kv_losses.last_blocks(data)
 
 
 def _logged(data: RunData) -> Residencies | None:
