@@ -53,7 +53,8 @@ def time_series(steps: pd.DataFrame, arrivals_s: Floats, window: tuple[float, fl
         figure.update_yaxes(title=title, rangemode="tozero", row=row, col=1)
         figure.update_xaxes(title="", row=row, col=1)
     figure.update_xaxes(title=RUN_TIME, range=list(window), row=len(titles), col=1)
-    return figure.update_layout(legend={"y": 1.03})
+    # Room for the bar of tools above the legend.
+    return figure.update_layout(legend={"y": 1.02, "traceorder": "normal"}, margin={"t": 70})
 
 
 def requests_over_time(steps: pd.DataFrame) -> go.Figure:

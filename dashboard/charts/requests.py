@@ -37,7 +37,9 @@ def gantt(segments: pd.DataFrame, order: Sequence[str], window: tuple[float, flo
     figure.update_yaxes(
         categoryorder="array", categoryarray=[*order][::-1], type="category", rangemode="normal"
     )
-    figure.update_xaxes(range=list(window))
+    if len(segments):
+        low, high = float(segments.from_s.min()), float(segments.to_s.max())
+        figure.update_xaxes(range=[max(low, window[0]), min(high, window[1])])
     return figure.update_layout(barmode="overlay", hovermode="closest", bargap=0.2)
 
 

@@ -69,8 +69,8 @@ def _map(state: State, data: RunData) -> None:
     keep("coloring", default="state", read=one_of(COLORINGS))
     left, right = st.columns([2, 3])
     by = left.segmented_control("Coloured by", COLORINGS, key="coloring", required=True) or "state"
-    last = max(int(res.block.max()), 1)
-    low, high = right.slider("Blocks", 0, last, (0, last), key="block_range")
+    last = max(int(res.block.max()), 2)  # a slider needs two ends; block 0 is never given to anybody
+    low, high = right.slider("Blocks", 1, last, (1, last), key="block_range")
     window = data.within(state.window)
     cells = maps.block_map(res, window, (low, high))
     preempted = data.events("preempted").time_s
@@ -89,7 +89,7 @@ def _map(state: State, data: RunData) -> None:
         + "The owner is who brought the content in, or took it back from the free blocks."
         + ("" if res.knows_releases else " An older run: blocks count as held until their content was gone.")
     )
-    block = int(st.number_input("Life of one block", 0, last, min(low + 1, high), key="block"))
+    block = int(st.number_input("Life of one block", 1, last, low, key="block"))
     _one_block(res, block)
 
 
