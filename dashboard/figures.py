@@ -115,7 +115,7 @@ def summary_of(run: Run, columns: RunColumns) -> Mapping[str, Any]:
 
 
 class _FiguresOnly(Run):
-    """A run whose frames have only what figures need: no ids, of events their kinds alone."""
+    """A run whose frames have only what figures need: no ids; arrivals, and events of no request."""
 
     def __init__(self, run: Run, columns: RunColumns) -> None:
         super().__init__(run.path, run.header)
@@ -127,7 +127,7 @@ class _FiguresOnly(Run):
         from servetwin.sim.columns import SCHEMAS
 
         if table == "events":
-            return pd.DataFrame({"kind": self._columns.categories("events", "kind")})
+            return self._few_events()
         if table != "requests":
             return super().frame(table)
         numbers = {
@@ -137,3 +137,19 @@ class _FiguresOnly(Run):
         }
         reasons = {"finish_reason": self._columns.categories(table, "finish_reason")}
         return pd.DataFrame(numbers | reasons, copy=False)
+
+    def _few_events(self) -> pd.DataFrame:
+        """Arrivals, and what happened to no request; in the place of an id "-"."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        from servetwin.sim.columns import SCHEMAS, arrow_schema
+
+        names = [*SCHEMAS["events"]]
+        parts = [arrow_schema(SCHEMAS["events"]).empty_table()]
+        for part in self._columns.parts("events", names):
+            some = part.filter(pc.or_(pc.is_null(part["request_id"]), pc.equal(part["kind"], "arrived")))
+            named = pc.if_else(pc.is_null(some["request_id"]), pa.scalar(None, pa.string()), "-")
+            parts.append(some.set_column(names.index("request_id"), "request_id", named))
+        frame: pd.DataFrame = pa.concat_tables(parts).to_pandas()
+        return frame.sort_values("time_s", kind="stable", ignore_index=True)

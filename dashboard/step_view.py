@@ -37,8 +37,7 @@ def steps_between(columns: RunColumns, from_s: float, to_s: float, names: Sequen
     `names`: integer and time columns of steps/.
     """
     starts, repeats = columns.numbers("steps", "start_s"), step_repeats(columns)
-    first = max(int(starts.searchsorted(from_s, side="right")) - 1, 0)
-    last = int(starts.searchsorted(to_s, side="right"))
+    first, last = _rows(starts, from_s, to_s)
     num_steps = int(repeats[first:last].sum())
     names = list(dict.fromkeys(("start_s", *names)))
     if num_steps <= EXACT_STEPS:
@@ -51,13 +50,20 @@ def first_steps(
 ) -> tuple[pd.DataFrame, int]:
     """The first steps of a window one by one, about `limit` of them, and how many more there are."""
     starts, repeats = columns.numbers("steps", "start_s"), step_repeats(columns)
-    first = max(int(starts.searchsorted(from_s, side="right")) - 1, 0)
-    last = int(starts.searchsorted(to_s, side="right"))
+    first, last = _rows(starts, from_s, to_s)
     total = np.cumsum(repeats[first:last])
     kept = first + int(total.searchsorted(limit, side="right"))
     # One row alone may be more than that.
     kept = min(max(kept, first + 1), last)
     return _one_by_one(columns, first, kept, names), int(repeats[kept:last].sum())
+
+
+def _rows(starts: Numbers, from_s: float, to_s: float) -> tuple[int, int]:
+    """First and last + 1 of those that begin up to `to_s` and are the latest, or later, at `from_s`."""
+    at = int(starts.searchsorted(from_s, side="right"))
+    # Steps in flight may begin in one instant.
+    first = int(starts.searchsorted(starts[at - 1], side="left")) if at else 0
+    return first, int(starts.searchsorted(to_s, side="right"))
 
 
 def step_repeats(columns: RunColumns) -> Numbers:
