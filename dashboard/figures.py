@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from servetwin.dashboard.run_columns import Numbers, RunColumns
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.definitions import (
     CLIENT_INTERVALS,
     ENGINE_INTERVALS,
@@ -19,7 +20,6 @@ from servetwin.sim.definitions import (
     Timestamps,
     definitions,
 )
-from servetwin.sim.events import COMPLETED
 from servetwin.sim.metrics import Distribution, summarize
 from servetwin.sim.runs import Run
 

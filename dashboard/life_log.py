@@ -57,7 +57,7 @@ class LifeLog(Tables):
         import pyarrow.compute as pc
 
         low, high = self._life
-        found = []
+        found = self._one_of_each()
         for name in self._data.columns.part_names("events"):
             if not _touches(self._data.run.path / name, low, high):
                 continue
@@ -69,11 +69,24 @@ class LifeLog(Tables):
 
     @cached_property
     def _steps(self) -> list[pa.Table]:
-        """With the step that ran when it arrived, and the one before it."""
-        starts = self._data.columns.numbers("steps", "start_s")
+        """With the step that ran when it arrived, and the one before it, of every replica."""
         low, high = self._life
-        first = max(int(np.searchsorted(starts, low, side="left")) - 2, 0)
-        return step_rows_between(self._data.columns, first, int(np.searchsorted(starts, high, side="right")))
+        found = []
+        for engine in self._data.engines:
+            starts = engine.columns.numbers("steps", "start_s")
+            first = max(int(np.searchsorted(starts, low, side="left")) - 2, 0)
+            last = int(np.searchsorted(starts, high, side="right"))
+            found += step_rows_between(engine.columns, first, last)
+        return found
+
+    def _one_of_each(self) -> list[pa.Table]:
+        """An event of every replica where there are several: that is how a story knows that there are."""
+        if len(self._data.replicas) < 2:
+            return []
+        parts = [engine.columns.part_names("events")[:1] for engine in self._data.engines]
+        return [
+            self._data.columns.whole_part("events", name).slice(0, 1) for names in parts for name in names
+        ]
 
 
 def _touches(file: Path, low: float, high: float) -> bool:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from servetwin.sim.columns import SCHEMAS
+from servetwin.sim.columns import NEVER, REPLICA, SCHEMAS
 from servetwin.sim.runs import Run
+from servetwin.sim.tables import replica_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,9 +34,14 @@ class Coded(NamedTuple):
 class RunColumns:
     """The columns of one state of a run. Rows stand in the order in which they were written."""
 
-    def __init__(self, run: Run, previous: RunColumns | None = None) -> None:
-        """`previous`: columns of an earlier state of the same run; what it has read is not read again."""
+    def __init__(self, run: Run, previous: RunColumns | None = None, replica: int | None = None) -> None:
+        """`previous`: columns of an earlier state of the same run; what it has read is not read again.
+
+        `replica`: only what happened there (None: everywhere).
+        """
         self.run = run
+        self._replica = replica
+        self._replica_of: dict[str, int] = {}
         self._numbers: dict[tuple[str, str], Numbers] = {}
         self._categories: dict[tuple[str, str], pd.Categorical] = {}
         self._coded: dict[tuple[str, str], Coded] = {}
@@ -47,10 +53,24 @@ class RunColumns:
             self._known = dict(previous._numbers)
             self._known_parts = {table: len(previous.part_names(table)) for table in SCHEMAS}
             self._part_rows = dict(previous._part_rows)
+            self._replica_of = dict(previous._replica_of)
 
     def part_names(self, table: str) -> Sequence[str]:
         names: Sequence[str] = self.run.header["parts"].get(table, [])
-        return names
+        if self._replica is None:
+            return names
+        return [name for name in names if self._part_replica(table, name) == self._replica]
+
+    def replicas(self) -> list[int]:
+        """Those that made a step, in order; all parts of a table are of one replica each."""
+        names: Sequence[str] = self.run.header["parts"].get("steps", [])
+        return sorted({self._part_replica("steps", name) for name in names} - {NEVER})
+
+    def _part_replica(self, table: str, name: str) -> int:
+        if name not in self._replica_of:
+            (part,) = self.run.iter_columns(table, [REPLICA], [name])
+            self._replica_of[name] = replica_of(part)
+        return self._replica_of[name]
 
     def numbers(self, table: str, name: str) -> Numbers:
         """A column of times (s, NaN where none) or counts (NaN where there may be none), [rows]."""
@@ -103,8 +123,8 @@ class RunColumns:
 
     def parts(self, table: str, names: Sequence[str], first: int = 0) -> Iterator[pa.Table]:
         """Parts with only the columns `names`, those that its parts have beside the table's own among them."""
-        parts = self.run.iter_columns(table, names, first)
-        for name, part in zip(self.part_names(table)[first:], parts, strict=True):
+        stored = self.part_names(table)[first:]
+        for name, part in zip(stored, self.run.iter_columns(table, names, stored), strict=True):
             self._part_rows[name] = len(part)
             yield part
 
@@ -125,8 +145,7 @@ class RunColumns:
 
     def whole_part(self, table: str, name: str) -> pa.Table:
         """One part with all its columns."""
-        first = list(self.part_names(table)).index(name)
-        return next(self.run.iter_columns(table, None, first))
+        return next(self.run.iter_columns(table, None, [name]))
 
     def _chunked(self, table: str, name: str) -> pa.ChunkedArray:
         import pyarrow as pa
@@ -137,6 +156,8 @@ class RunColumns:
     def _is_before(self, run: Run) -> bool:
         """Whether this is an earlier state of the same run: parts are only ever added."""
         mine, its = self.run.header, run.header
+        if self._replica is not None:
+            return False
         same = mine.get("wall_started") == its.get("wall_started") and self.run.path == run.path
         return same and all(
             its["parts"].get(table, [])[: len(names)] == names for table, names in mine["parts"].items()

@@ -11,7 +11,7 @@ import numpy as np
 from servetwin.dashboard.figures import Latency, completed, latencies, summary_of, timestamps
 from servetwin.dashboard.residencies import Residencies
 from servetwin.dashboard.run_columns import RunColumns
-from servetwin.dashboard.step_view import StepView, step_rows_between, steps_between
+from servetwin.dashboard.step_view import StepView, merged, step_rows_between, steps_between
 from servetwin.sim.columns import SCHEMAS
 from servetwin.sim.definitions import Timestamps
 from servetwin.sim.runs import Run
@@ -27,16 +27,39 @@ Window = tuple[float, float]
 class RunData:
     """A run folder in one state; read-only, so that sessions can share it."""
 
-    def __init__(self, run: Run, version_ns: int, previous: RunData | None = None) -> None:
-        """`version_ns`: when its run.json last changed. `previous`: an earlier state, whose columns are used again."""
+    def __init__(
+        self, run: Run, version_ns: int, previous: RunData | None = None, replica: int | None = None
+    ) -> None:
+        """`version_ns`: when its run.json last changed. `previous`: an earlier state, whose columns are used again.
+
+        `replica`: only the rows of that one; figures and latencies are of the whole run all the same.
+        """
         self.run = run
         self.version_ns = version_ns
-        self.columns: RunColumns = RunColumns(run, None if previous is None else previous.columns)
+        self.replica = replica
+        self.columns: RunColumns = RunColumns(run, None if previous is None else previous.columns, replica)
+        self._replicas: dict[int, RunData] = {}
+
+    @cached_property
+    def replicas(self) -> list[int]:
+        """Engines of the run; one number where there is only one."""
+        return self.columns.replicas() if self.replica is None else [self.replica]
+
+    def of_replica(self, replica: int) -> RunData:
+        """What happened at one of several."""
+        if replica not in self._replicas:
+            self._replicas[replica] = RunData(self.run, self.version_ns, replica=replica)
+        return self._replicas[replica]
+
+    @property
+    def engines(self) -> list[RunData]:
+        """Each replica, or the run itself where there is one."""
+        return [self.of_replica(k) for k in self.replicas] if len(self.replicas) > 1 else [self]
 
     @property
     def identity(self) -> tuple[str, int]:
         """Folder and state, for caches."""
-        return str(self.run.path), self.version_ns
+        return f"{self.run.path} {self.replica}", self.version_ns
 
     @property
     def has_engine(self) -> bool:
@@ -46,6 +69,8 @@ class RunData:
     @cached_property
     def span_s(self) -> Window:
         """From 0 to the end of what is logged."""
+        if len(self.replicas) > 1:
+            return 0.0, max(engine.span_s[1] for engine in self.engines)
         ends = [0.0]
         if rows := len(self.columns.numbers("steps", "start_s")):
             last = step_rows_between(self.columns, rows - 1, rows)
@@ -91,6 +116,13 @@ class RunData:
         return size
 
     @cached_property
+    def usable_blocks(self) -> int:
+        """Blocks that requests can get, as its steps count them; 0 without steps."""
+        names = ("used_blocks", "cached_free_blocks", "free_blocks")
+        counts = [self.columns.numbers("steps", name)[:1] for name in names]
+        return int(sum(count.sum() for count in counts))
+
+    @cached_property
     def residencies(self) -> Residencies | None:
         """Who had which block; None where the run did not log it."""
         if not len(self.columns.numbers("blocks", "block_id")):
@@ -109,8 +141,9 @@ class RunData:
         return ids
 
     def steps(self, window: Window | None, names: Sequence[str]) -> StepView:
-        """Steps in a window, or all of them (`step_view`)."""
-        return steps_between(self.columns, *(window or self.span_s), names)
+        """Steps in a window, or all of them (`step_view`); of several replicas together (`merged`)."""
+        low, high = window or self.span_s
+        return merged([steps_between(engine.columns, low, high, names) for engine in self.engines])
 
     def events(self, *kinds: str) -> pd.DataFrame:
         """All events of these kinds in order of time; meant for kinds that are not one a request."""

@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from servetwin.dashboard.figures import completed
+from servetwin.dashboard.run_columns import Numbers, RunColumns
+from servetwin.sim.planning.steady import Lives, steady_state
 from servetwin.sim.runs import Run, RunFolderError, read_run
 
 if TYPE_CHECKING:
@@ -13,6 +18,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {
     "state": "state",
+    "verdict": "verdict",
     "requests": "requests",
     "duration_s": "duration (s)",
     "request_throughput": "requests/s",
@@ -29,8 +35,11 @@ COLUMNS = {
 ABSENT = "-"
 
 
-def row_of(path: Path) -> dict[str, Any]:
-    """One run as a row. What cannot be read is a row that says so."""
+def row_of(path: Path, *, judged: bool = True) -> dict[str, Any]:
+    """One run as a row; `judged`: with a verdict, which takes a look at its requests.
+
+    What cannot be read is a row that says so.
+    """
     try:
         run = read_run(path)
         row = {
@@ -38,7 +47,8 @@ def row_of(path: Path) -> dict[str, Any]:
             "steps_from": run.header.get("step_time_source"),
             "wall_started": str(run.header.get("wall_started"))[:19],
         }
-        return row | (_figures(run.summary) if run.state == "complete" else _so_far(run))
+        row |= _figures(run.summary) if run.state == "complete" else _so_far(run)
+        return row | {"verdict": _verdict(run) if judged else None}
     except (RunFolderError, OSError) as e:
         return {"state": f"cannot be read: {e}"}
 
@@ -63,6 +73,26 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
 def _so_far(run: Run) -> dict[str, Any]:
     """Of a run that has no summary: how many requests have ended. Its own page sums it up."""
     return {"requests": sum(len(part) for part in run.iter_columns("requests", ["request_id"]))}
+
+
+def _verdict(run: Run) -> str | None:
+    """stable, backlogged or overloaded; None for fewer than two requests."""
+    columns = RunColumns(run)
+    sent, arrival = (columns.numbers("requests", name) for name in ("sent_s", "arrival_s"))
+    if len(arrival) < 2:
+        return None
+    order = np.argsort(arrival, kind="stable")
+
+    def ns(seconds: Numbers) -> Numbers:
+        return np.rint(seconds[order] * 1e9)
+
+    lives = Lives(
+        sent=ns(np.where(np.isnan(sent), arrival, sent)),
+        first_scheduled=ns(columns.numbers("requests", "first_scheduled_s")),
+        finish=ns(columns.numbers("requests", "finish_s")),
+        completed=completed(columns)[order],
+    )
+    return str(steady_state(lives).verdict)
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:

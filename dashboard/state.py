@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 DEFAULT_DEFINITIONS = "vllm-bench"
+ALL_REPLICAS = "all"
 REFRESH_S = 2.0
 """How often a run that is still being written is looked after."""
 KEPT = {"run": "run", "from_s": "from", "to_s": "to", "metric_defs": "defs"}
@@ -44,6 +45,22 @@ class State:
     window: Window | None
     """From and to in s of the run; None: the whole run."""
     metric_defs: str
+    replica: int | None = None
+    """The chosen one of several; None: all."""
+
+    def engine(self) -> RunData:
+        """The chosen run, as far as it happened at the chosen replica."""
+        data = self.data()
+        several = self.replica in data.replicas and len(data.replicas) > 1
+        return data.of_replica(self.replica) if several and self.replica is not None else data
+
+    def one_engine(self) -> RunData:
+        """The same for what makes sense at one replica only: the first one where none was chosen."""
+        data = self.engine()
+        if len(data.replicas) < 2:
+            return data
+        st.caption(f"Replica {data.replicas[0]} of {len(data.replicas)}; the sidebar has the others.")
+        return data.of_replica(data.replicas[0])
 
     def data(self, path: Path | None = None) -> RunData:
         """The chosen run, or another one. Raises RunFolderError or OSError, which the app shows as a message."""
@@ -119,6 +136,7 @@ def choose(folders: Sequence[Path], runs: Sequence[Path]) -> State:
         left.number_input("From (s)", key="from_s", min_value=0.0, value=None, placeholder="start")
         right.number_input("To (s)", key="to_s", min_value=0.0, value=None, placeholder="end")
         st.button("Whole run", key="whole_run", on_click=_zoom_out, disabled=_window() is None)
+        _choose_replica(st.session_state["run"])
         st.selectbox(
             "Metric definitions",
             [*DEFINITIONS],
@@ -126,8 +144,33 @@ def choose(folders: Sequence[Path], runs: Sequence[Path]) -> State:
             help="Tools mean different things by TTFT, TPOT, ITL and E2E; the formulas stand beside the numbers.",
         )
     return State(
-        tuple(folders), tuple(runs), st.session_state["run"], _window(), st.session_state["metric_defs"]
+        tuple(folders),
+        tuple(runs),
+        st.session_state["run"],
+        _window(),
+        st.session_state["metric_defs"],
+        _replica(),
     )
+
+
+def _choose_replica(path: Path | None) -> None:
+    """Only where a run has several; whatever is wrong with the run is told on the page."""
+    try:
+        replicas = [] if path is None else library().open(path).replicas
+    except (OSError, RunFolderError):
+        return
+    if len(replicas) < 2:
+        return
+    names = [ALL_REPLICAS, *map(str, replicas)]
+    keep("replica", default=ALL_REPLICAS)
+    if st.session_state.get("replica") not in names:
+        st.session_state["replica"] = ALL_REPLICAS
+    st.selectbox("Replica", names, key="replica")
+
+
+def _replica() -> int | None:
+    chosen = st.session_state.get("replica", ALL_REPLICAS)
+    return None if chosen == ALL_REPLICAS else int(chosen)
 
 
 def publish() -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 EXACT_STEPS = 200_000
 """Steps of a window that are made one by one."""
+COUNTED = ("running", "waiting", "used_blocks", "cached_free_blocks", "free_blocks")
+"""Columns that hold until the next schedule call."""
 EXTREMES = 4_000
 """Rows that are kept for each column where there are more steps."""
 
@@ -43,6 +45,27 @@ def steps_between(columns: RunColumns, from_s: float, to_s: float, names: Sequen
     if num_steps <= EXACT_STEPS:
         return StepView(_one_by_one(columns, first, last, names), True, num_steps)
     return StepView(_by_rows(columns, first, last, names), False, num_steps)
+
+
+def merged(views: Sequence[StepView]) -> StepView:
+    """Steps of several replicas in order of time: what is counted after each schedule call is added up over all.
+
+    A replica counts with what its latest step said; before its first one in the window with nothing.
+    """
+    import pandas as pd
+
+    if len(views) == 1:
+        return views[0]
+    frame = pd.concat([view.frame for view in views], ignore_index=True)
+    order = np.argsort(frame.start_s.to_numpy(), kind="stable")
+    frame = frame.iloc[order].reset_index(drop=True)
+    whose = np.repeat(np.arange(len(views)), [len(view.frame) for view in views])[order]
+    for name in (name for name in COUNTED if name in frame):
+        total = np.zeros(len(frame))
+        for place in range(len(views)):
+            total += frame[name].where(whose == place).ffill().fillna(0).to_numpy()
+        frame[name] = total.astype(np.int64)
+    return StepView(frame, all(v.exact for v in views), sum(v.num_steps for v in views))
 
 
 def first_steps(

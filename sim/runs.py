@@ -273,10 +273,13 @@ class Run(Tables):
             yield _read_part(self.path / name, table)
 
     def iter_columns(
-        self, table: str, names: Sequence[str] | None, first_part: int = 0
+        self, table: str, names: Sequence[str] | None, parts: Sequence[str] | None = None
     ) -> Iterator[pa.Table]:
-        """The parts from `first_part` on with these columns only (None: all), which is all of a part that is read."""
-        for name in self.header["parts"].get(table, [])[first_part:]:
+        """These parts with these columns only, which is all of a part that is read; None stands for all.
+
+        `parts`: names as in the list of parts of `run.json`.
+        """
+        for name in self.header["parts"].get(table, []) if parts is None else parts:
             yield _read_part(self.path / name, table, names)
 
 

@@ -33,6 +33,7 @@ from servetwin.sim.config import EngineConfig
 from servetwin.sim.definitions import DEFINITIONS
 from servetwin.sim.explain import explain
 from servetwin.sim.metrics import summarize
+from servetwin.sim.planning.steady import Lives, steady_state
 from servetwin.sim.runs import Run, RunWriter, read_run
 from servetwin.sim.steptime.errors import Errors
 from servetwin.sim.steptime.profiles import load_profile
@@ -75,6 +76,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert run(["run", str(workload), *RUN_FLAGS, "--out", str(home / "runs" / "b")]) == 0
     return home / "runs"
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path) -> Path:
+    """The same requests at three replicas, each with a pool of its own."""
+    out = folder.parent / "fleet"
+    flags = [*RUN_FLAGS, "--replicas", "3", "--router", "round_robin", "--out", str(out)]
+    assert run(["run", str(folder.parent / "workload.jsonl"), *flags]) == 0
+    return out
 
 
 @pytest.fixture
@@ -202,6 +212,53 @@ def test_many_steps_are_read_by_rows(data: RunData, log: Run, monkeypatch: pytes
     assert coarse.frame.start_s.is_monotonic_increasing
 
 
+# ---------------------------------------------------------------- several replicas
+
+
+def test_replicas_are_added_up(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each schedule call the sum over all replicas of what their latest step said."""
+    steps = read_run(fleet).steps
+    spec = figure(shown(monkeypatch, fleet))
+    drawn = trace(spec, "running")
+    assert len(numbers(drawn["x"])) == len(steps)
+    for name, column in {"running": "running", "used": "used_blocks", "waiting": "waiting"}.items():
+        expected = sum(
+            steps[column].where(steps.replica == k).ffill().fillna(0) for k in steps.replica.unique()
+        )
+        np.testing.assert_allclose(numbers(trace(spec, name)["y"]), expected)
+
+
+def test_one_replica_can_be_chosen(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the sidebar or the link; its series are its own steps, its requests those that ended there."""
+    log = read_run(fleet)
+    app = shown(monkeypatch, fleet, replica="1")
+    assert app.selectbox(key="replica").options == ["all", "0", "1", "2"]
+    steps = log.steps[log.steps.replica == 1]
+    np.testing.assert_allclose(numbers(trace(figure(app), "running")["y"]), steps.running)
+    table = opened(app, "requests").dataframe[0].value
+    mine = log.requests[log.requests.replica == 1]
+    assert {*table["request"]} == {*mine.request_id}
+    assert app.query_params["replica"] == "1"
+
+
+def test_pages_for_one_pool_take_the_first_replica(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And say so."""
+    app = opened(shown(monkeypatch, fleet, view="Block map"), "kv_cache")
+    assert any("Replica 0 of 3" in caption.value for caption in app.caption)
+    data = Library().open(fleet).of_replica(0)
+    blocks = read_run(fleet).blocks
+    assert data.residencies is not None and len(data.residencies) == (blocks.replica == 0).sum()
+    assert data.usable_blocks == BLOCKS
+
+
+def test_stories_of_a_fleet(fleet: Path) -> None:
+    """The part of the log that a life needs has its steps and events of every replica."""
+    data, log = Library().open(fleet), read_run(fleet)
+    config = EngineConfig.model_validate(log.config["engine"])
+    for request_id in log.requests.request_id[::16]:
+        assert story(data, request_id) == explain(log, config, request_id)
+
+
 # ---------------------------------------------------------------- runs
 
 
@@ -214,6 +271,8 @@ def test_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         row = table.iloc[n]
         assert (row["run"], row["state"], row["requests"]) == (name, "complete", 80)
         assert row["requests/s"] == summary["request_throughput"]
+        judged = steady_state(Lives.of(read_run(folder / name).requests))
+        assert row["verdict"] == judged.verdict.value
         assert row["TTFT p99 (ms)"] == summary["p99_ttft_ms"]
         assert row["preemptions"] == read_run(folder / name).requests.preemptions.sum()
     differing = app.dataframe[1].value
@@ -293,10 +352,10 @@ def test_filters(data: RunData, log: Run) -> None:
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_a_life_needs_only_its_part_of_the_log(folder: Path, name: str) -> None:
-    """Every request's story is the one that the whole log tells."""
+    """A request's story is the one that the whole log tells."""
     data, log = Library().open(folder / name), read_run(folder / name)
     config = EngineConfig.model_validate(log.config["engine"])
-    for request_id in log.requests.request_id[::3]:
+    for request_id in log.requests.request_id[::9]:
         assert story(data, request_id) == explain(log, config, request_id)
 
 

@@ -22,6 +22,8 @@ from servetwin.dashboard.words import counted, percent, quantity
 
 BINS = 200
 BLOCK_COLUMNS = ("start_s", "used_blocks", "cached_free_blocks", "free_blocks")
+OF_ALL_REPLICAS = ("Occupancy", "Prefix tree")
+"""Views that make sense for several pools together."""
 COLORINGS = ("state", "owner", "references")
 HEADINGS = {
     "time_s": "time (s)", "request_id": "request", "times": "its preemptions", "lost_tokens": "lost (computed tokens)",
@@ -39,7 +41,8 @@ def page(state: State) -> None:
     run_notes(data)
     keep("kv_view", "view", next(iter(VIEWS)), one_of(VIEWS))
     view = st.segmented_control("View", [*VIEWS], key="kv_view", required=True)
-    VIEWS[view or next(iter(VIEWS))](state, data)
+    name = view or next(iter(VIEWS))
+    VIEWS[name](state, state.engine() if name in OF_ALL_REPLICAS else state.one_engine())
 
 
 def _occupancy(state: State, data: RunData) -> None:
@@ -118,9 +121,7 @@ def _fills(state: State, data: RunData) -> None:
     keep("at_s", "at", read=positive)
     st.session_state["at_s"] = min(max(st.session_state.get("at_s") or _fullest(data, low, high), low), high)
     time_s = float(st.number_input("At (s)", low, high, key="at_s", format="%.4f"))
-    held = holding(
-        res, time_s, data.run.config["engine"]["cache"]["num_gpu_blocks"] - 1, running_at(data, res, time_s)
-    )
+    held = holding(res, time_s, data.usable_blocks, running_at(data, res, time_s))
     st.plotly_chart(charts.filled_by(held), key="filled_by")
     st.caption(
         f"{held.total:,} usable blocks of {data.block_size} tokens at {time_s:.4f} s. A block counts to the running "

@@ -11,7 +11,6 @@ from servetwin.dashboard.charts import overview as charts
 from servetwin.dashboard.figures import Latency
 from servetwin.dashboard.latency_table import latency_table
 from servetwin.dashboard.notes import drawn_from, run_notes
-from servetwin.dashboard.run_data import RunData
 from servetwin.dashboard.state import State, time_chart
 from servetwin.dashboard.words import percent, quantity
 from servetwin.sim.metrics import statistics_ms
@@ -25,12 +24,13 @@ def page(state: State) -> None:
     latencies = data.latencies(state.metric_defs)
     _key_figures(data.summary, latencies)
     st.subheader("Over time")
+    engine = state.engine()
     window = data.within(state.window)
-    view = data.steps(window, charts.STEP_COLUMNS)
-    arrivals = data.columns.numbers("requests", "arrival_s")
+    view = engine.steps(window, charts.STEP_COLUMNS)
+    arrivals = engine.columns.numbers("requests", "arrival_s")
     time_chart(charts.time_series(view.frame, arrivals, window), "overview", state)
     drawn_from(view, "Draw a box in a panel to look at that time in all charts.")
-    _lanes(state, data)
+    _lanes(state)
     left, right = st.columns([2, 1])
     with left:
         latency_table(latencies, state.metric_defs)
@@ -61,11 +61,12 @@ def _median(latency: Latency) -> str:
     return quantity(statistics_ms(latency.distribution)["p50"], " ms")
 
 
-def _lanes(state: State, data: RunData) -> None:
+def _lanes(state: State) -> None:
     """Where steps are in flight beside each other, one wants to see how."""
-    if not data.is_async:
+    if not state.data().is_async:
         return
     st.subheader("Host and device")
+    data = state.one_engine()
     view = data.steps(data.within(state.window), LANE_COLUMNS)
     if not view.exact:
         st.info("Choose a shorter window to see its first steps on host and device.")

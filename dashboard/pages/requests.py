@@ -11,7 +11,7 @@ from servetwin.dashboard.request_lives import OPEN, ORDERS, Chosen, Filter, choo
 from servetwin.dashboard.run_data import RunData, Window
 from servetwin.dashboard.state import State, keep, one_of, time_chart
 from servetwin.dashboard.words import counted
-from servetwin.sim.events import COMPLETED
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.explain import Story
 from servetwin.sim.explain_life import UnknownRequestError
 from servetwin.sim.explain_text import lines
@@ -30,8 +30,8 @@ def page(state: State) -> None:
     data = state.data()
     run_notes(data)
     window = data.within(state.window)
-    chosen = choose(data, _filter(window))
-    _gantt(state, data, chosen, window)
+    engine = state.engine()
+    _gantt(state, engine, choose(engine, _filter(window)), window)
     st.subheader("One request")
     _one(data)
 

@@ -13,12 +13,14 @@ from servetwin.dashboard.run_list import COLUMNS, described, differences, row_of
 from servetwin.dashboard.state import State
 from servetwin.sim.runs import RunFolderError, read_run
 
+JUDGED = 100
+"""Runs that get a verdict: it takes a look at all of their requests."""
 COMPARED_FIRST = 4
 """Runs whose configurations are compared before anybody has chosen."""
 
 
 def page(state: State) -> None:
-    rows = [_row(path, _version(path)) for path in state.runs]
+    rows = [_row(path, _version(path), n < JUDGED) for n, path in enumerate(state.runs)]
     table = pd.DataFrame(rows, columns=[*COLUMNS]).rename(columns=COLUMNS)
     table.insert(0, "run", [state.label(path) for path in state.runs])
     st.dataframe(
@@ -32,15 +34,17 @@ def page(state: State) -> None:
         },
     )
     st.caption(
-        "Choose a row to look at that run on all pages. Latencies by the definitions that the run was started with."
+        "Choose a row to look at that run on all pages. Latencies by the definitions that the run was started with. "
+        "Verdict: overloaded, where the queue grows in proportion to time; backlogged, where the number present has "
+        "not settled (by MSER-5); else stable."
     )
     _configurations(state)
 
 
 @st.cache_data(max_entries=2_000, show_spinner=False)
-def _row(path: Path, version_ns: int) -> dict[str, Any]:
+def _row(path: Path, version_ns: int, judged: bool) -> dict[str, Any]:
     del version_ns  # a part of the key
-    return row_of(path)
+    return row_of(path, judged=judged)
 
 
 def _version(path: Path) -> int:

@@ -32,7 +32,7 @@ MEANING = (
 def page(state: State) -> None:
     data = state.data()
     run_notes(data)
-    times = step_times(data, data.within(state.window))
+    times = step_times(state.one_engine(), data.within(state.window))
     _source(data)
     if not len(times):
         st.info("No step of this window has tokens and a noted shape.")
