@@ -7,6 +7,7 @@ A mutation is one exact textual change to one file. `test_mutations.py` makes it
 
 from __future__ import annotations
 
+from dashboard_mutations import DASHBOARD
 from export_mutations import EXPORTS
 from kernel_mutations import KERNELS
 from mutation import Mutation
@@ -1093,4 +1094,4 @@ LEAPS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING
+MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING + DASHBOARD

@@ -106,6 +106,7 @@ def test_an_open_run_is_read_anew_when_it_has_changed(tmp_path: Path) -> None:
     first = library.open(path)
     assert first.columns.numbers("steps", "start_s").tolist() == [0]
     assert library.open(path) is first
+    assert first.span_s == (0, 1)
     written.log._step_rows = StepRows()
     written.step(1, 3)
     writer.write({"steps": written.log._step_rows})
