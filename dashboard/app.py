@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from time import monotonic
 
 import streamlit as st
 
@@ -38,6 +39,7 @@ def main(folders: list[Path]) -> None:
 
 def show(name: str, state: State) -> None:
     """One page; what cannot be read is one message on it, and the rest of the app lives on."""
+    begun = monotonic()
     page = import_module(f"servetwin.dashboard.pages.{name}")
     st.title(PAGES[name])
     try:
@@ -47,6 +49,6 @@ def show(name: str, state: State) -> None:
         return
     if state.path is not None:
         try:
-            refresh_while_running(state.data())
+            refresh_while_running(state.data(), monotonic() - begun)
         except (OSError, RunFolderError):
             return

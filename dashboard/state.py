@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT_DEFINITIONS = "vllm-bench"
 ALL_REPLICAS = "all"
-REFRESH_S = 2.0
-"""How often a run that is still being written is looked after."""
+REFRESH_S, PAUSE = 2.0, 4.0
+"""How often a run that is still being written is looked after, and how many times as long as a page took at least."""
 KEPT = {"run": "run", "from_s": "from", "to_s": "to", "metric_defs": "defs"}
 """Keys of the session -> names in the link. A page that wants its own choices in the link calls `keep`."""
 
@@ -193,10 +193,13 @@ def time_chart(figure: go.Figure, key: str, state: State) -> None:
     st.plotly_chart(figure, key=key, on_select=partial(_zoom_to_box, key), selection_mode="box")
 
 
-def refresh_while_running(data: RunData) -> None:
-    """Shows the page anew once a run that is being written has more to show."""
+def refresh_while_running(data: RunData, page_s: float) -> None:
+    """Shows the page anew once a run that is being written has more to show.
+
+    `page_s`: how long the page took; one that takes long is shown less often.
+    """
     if data.run.state == "running":
-        st.fragment(_look_after, run_every=REFRESH_S)(data)
+        st.fragment(_look_after, run_every=max(REFRESH_S, PAUSE * page_s))(data)
 
 
 def _look_after(data: RunData) -> None:

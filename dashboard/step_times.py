@@ -86,7 +86,7 @@ class Foretold:
 
 def foretell(model: StepModel, times: StepTimes) -> Foretold:
     """Times on the device by a step model."""
-    durations, outside = [], []
+    durations, outside = [np.zeros(0)], [np.zeros(0, dtype=bool)]
     place = np.arange(len(times))
     for begin in range(0, len(times), CHUNK):
         some = times.features.where((begin <= place) & (place < begin + CHUNK))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("streamlit", reason="needs the extra `dashboard`")
@@ -187,6 +189,19 @@ def test_asynchronous_runs_have_lanes(folder: Path, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(numbers(device["base"]), steps.device_start_s[: len(numbers(device["x"]))])
     np.testing.assert_allclose(numbers(device["x"]), 0.01)
     assert len(shown(monkeypatch, folder).get("plotly_chart")) == len(app.get("plotly_chart")) - 1
+
+
+def test_what_a_profile_foretells_is_drawn(
+    folder: Path, data: RunData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the step times of the run, once a profile was named."""
+    name = "epyc-2cpu-llama-44m"
+    line = trace(figure(shown(monkeypatch, folder, profile=name)), "foretold by the profile")
+    profile = load_profile(name)
+    assert isinstance(profile, StepsProfile)
+    times = step_times.step_times(data, data.span_s)
+    np.testing.assert_allclose(numbers(line["x"]), times.start_s)
+    np.testing.assert_allclose(numbers(line["y"]), profile.step_model().durations_ns(times.features) / 1e6)
 
 
 def test_a_running_run_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,6 +614,28 @@ def test_a_wrong_profile_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     app = opened(shown(monkeypatch, folder, profile="nobody"), "step_time")
     assert "epyc-2cpu-llama-44m" in app.error[0].value
     assert app.get("plotly_chart")
+
+
+# ---------------------------------------------------------------- older folders
+
+
+@pytest.mark.parametrize("page", ["overview", "requests", "kv_cache", "latency", "step_time"])
+def test_older_folders_have_their_pages(
+    folder: Path, tmp_path: Path, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the columns that were added later: what they would say is left out, and said to be."""
+    old = tmp_path / "old"
+    shutil.copytree(folder / "a", old)
+    later = {"released_s", "shared", "replica", "sent_s", "predicted_outside", "logits_rows", "new_requests"}
+    for file in old.glob("*/*.parquet"):
+        part = pq.read_table(file, partitioning=None)
+        pq.write_table(part.drop_columns([name for name in part.column_names if name in later]), file)
+    app = opened(shown(monkeypatch, old, view="Block map"), page)
+    assert not app.error
+    if page == "kv_cache":
+        assert any("An older run" in caption.value for caption in app.caption)
+    if page == "step_time":
+        assert "noted shape" in app.info[0].value
 
 
 # ---------------------------------------------------------------- without requests or steps

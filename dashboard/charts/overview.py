@@ -36,8 +36,15 @@ class Line(NamedTuple):
     dash: str = "solid"
 
 
-def time_series(steps: pd.DataFrame, arrivals_s: Floats, window: tuple[float, float]) -> go.Figure:
+def time_series(
+    steps: pd.DataFrame,
+    arrivals_s: Floats,
+    window: tuple[float, float],
+    foretold: tuple[Floats, Floats] | None = None,
+) -> go.Figure:
     """Five panels over one axis of time: arrivals, requests, KV blocks, tokens a step, step time.
+
+    `foretold`: beginnings of steps in s, and how long a profile says that each takes, in ms.
 
     `steps`: STEP_COLUMNS in order of start_s; `arrivals_s`: instants. A count holds from its schedule call to the
     next. Every panel keeps the extremes of what it shows.
@@ -48,6 +55,9 @@ def time_series(steps: pd.DataFrame, arrivals_s: Floats, window: tuple[float, fl
     x = steps.start_s.to_numpy(dtype=np.float64)
     for row, (title, lines) in enumerate(PANELS.items(), start=2):
         _add_lines(figure, row, x, lines(steps), stacked=title == BLOCKS)
+    if foretold is not None:
+        line = Line("foretold by the profile", foretold[1], VERMILION, "dot")
+        _add_lines(figure, len(titles), foretold[0], [line], stacked=False)
     laid_out(figure, "", "", height=PANEL_PX * len(titles))
     for row, title in enumerate(titles, start=1):
         figure.update_yaxes(title=title, rangemode="tozero", row=row, col=1)

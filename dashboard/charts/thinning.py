@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-MAX_POINTS = 2_000
+MAX_POINTS = 1_000
 """Points per trace."""
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]

@@ -10,10 +10,14 @@ import streamlit as st
 from servetwin.dashboard.charts import overview as charts
 from servetwin.dashboard.figures import Latency
 from servetwin.dashboard.latency_table import latency_table
+from servetwin.dashboard.named_profile import named_profile
 from servetwin.dashboard.notes import drawn_from, run_notes
+from servetwin.dashboard.run_columns import Numbers
 from servetwin.dashboard.state import State, time_chart
+from servetwin.dashboard.step_times import foretell, step_times
 from servetwin.dashboard.words import percent, quantity
 from servetwin.sim.metrics import statistics_ms
+from servetwin.sim.steptime.profiles import ProfileError
 
 LANE_COLUMNS = ("start_s", "schedule_s", "prepare_start_s", "prepare_s", "device_start_s", "device_s", "rows")
 
@@ -28,7 +32,7 @@ def page(state: State) -> None:
     window = data.within(state.window)
     view = engine.steps(window, charts.STEP_COLUMNS)
     arrivals = engine.columns.numbers("requests", "arrival_s")
-    time_chart(charts.time_series(view.frame, arrivals, window), "overview", state)
+    time_chart(charts.time_series(view.frame, arrivals, window, _foretold(state)), "overview", state)
     drawn_from(view, "Draw a box in a panel to look at that time in all charts.")
     _lanes(state)
     left, right = st.columns([2, 1])
@@ -59,6 +63,19 @@ def _key_figures(summary: Mapping[str, Any], latencies: Mapping[str, Latency]) -
 
 def _median(latency: Latency) -> str:
     return quantity(statistics_ms(latency.distribution)["p50"], " ms")
+
+
+def _foretold(state: State) -> tuple[Numbers, Numbers] | None:
+    """By the profile that was named on the page of step times."""
+    try:
+        profile = named_profile()
+    except (ProfileError, OSError):
+        return None
+    if profile is None:
+        return None
+    data = state.one_engine()
+    times = step_times(data, data.within(state.window))
+    return times.start_s, foretell(profile.step_model(), times).device_ms
 
 
 def _lanes(state: State) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import streamlit as st
 
 from servetwin.dashboard.charts import step_time as charts
+from servetwin.dashboard.named_profile import named_profile
 from servetwin.dashboard.notes import run_notes
 from servetwin.dashboard.run_data import RunData
 from servetwin.dashboard.state import State, keep, time_chart
@@ -19,7 +20,7 @@ from servetwin.dashboard.step_times import (
     step_times,
 )
 from servetwin.dashboard.words import counted, percent
-from servetwin.sim.steptime.profiles import ProfileError, load_profile
+from servetwin.sim.steptime.profiles import ProfileError
 from servetwin.sim.steptime.shipped import shipped_profiles
 from servetwin.sim.steptime.steps_profile import StepsProfile
 
@@ -72,25 +73,17 @@ def _source(data: RunData) -> None:
 
 def _profile() -> StepsProfile | None:
     keep("profile", default="")
-    name = st.text_input(
+    st.text_input(
         "Profile",
         key="profile",
         placeholder=", ".join(shipped_profiles()),
         help="A file of `servetwin fit`, or the name of a shipped profile; its model must be that of the run.",
     )
-    if not name:
-        return None
     try:
-        profile = load_profile(name)
+        return named_profile()
     except (ProfileError, OSError) as e:
         st.error(f"This cannot be shown: {e}")
         return None
-    if not isinstance(profile, StepsProfile):
-        st.error(
-            f"{name} has times of single kernels; `servetwin validate` compares those with a model's layers."
-        )
-        return None
-    return profile
 
 
 def _foretold(times: StepTimes, profile: StepsProfile | None) -> Foretold | None:
