@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
+from servetwin.dashboard.capacity import results_of
 from servetwin.dashboard.folders import HEADER, runs_of
 from servetwin.sim.runs import RunFolderError, read_run
 
@@ -63,7 +64,7 @@ def serve(runs: Sequence[str | Path], port: int) -> int:
 
 
 def _check_runs(paths: Sequence[Path]) -> None:
-    """One run that can be read is enough: what is wrong with the others stands on their page."""
+    """One run that can be read, or a result of sweep or plan, is enough: what is wrong with others stands on a page."""
     wrong: list[RunFolderError] = []
     for path in runs_of(paths):
         try:
@@ -71,6 +72,8 @@ def _check_runs(paths: Sequence[Path]) -> None:
             return
         except RunFolderError as e:
             wrong.append(e)
+    if results_of(paths):
+        return
     folders = [path for path in paths if path.is_dir() and not (path / HEADER).exists()]
     below = ", and no run is below it" if folders else ""
     raise RunFolderError(f"{wrong[0]}{below}")

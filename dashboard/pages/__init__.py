@@ -10,6 +10,7 @@ PAGES = {
     "latency": "Latency and SLO",
     "step_time": "Step-time model",
     "compare": "Compare",
+    "capacity": "Capacity",
     "live": "Live",
 }
 """Module (and path in the address) -> title."""
