@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import psutil
 import pytest
@@ -16,11 +17,18 @@ pytest.importorskip("streamlit", reason="needs the extra `dashboard`")
 
 from playwright.sync_api import Browser, Page, expect
 
+from servetwin.dashboard.pages import PAGES
 from servetwin.sim.cli import run
 from servetwin.sim.runs import read_run
 
 pytestmark = [pytest.mark.full, pytest.mark.serial, needs_browser]
 PATIENCE_MS = 60_000
+DRAWN = "[...document.querySelectorAll('.stPlotlyChart')].every(c => c.querySelector('.main-svg'))"
+AXES = (
+    "Object.entries(document.querySelector('.js-plotly-plot')._fullLayout)"
+    ".filter(([k]) => /^xaxis\\d*$/.test(k)).map(([, axis]) => axis.range)"
+)
+"""Ranges of the time axes of the first chart."""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +59,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
+def settled(page: Page) -> None:
+    """Until Streamlit has done all it wants to do, and charts are drawn."""
+    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for(timeout=PATIENCE_MS)
+    page.wait_for_function(DRAWN, timeout=PATIENCE_MS)
+
+
 def number(page: Page, label: str) -> float:
     """A key figure of the page."""
     text = (
@@ -65,6 +79,91 @@ def live_processes(folder: Path) -> list[psutil.Process]:
     return [
         p for p in psutil.process_iter(["cmdline"]) if any(str(folder) in w for w in p.info["cmdline"] or [])
     ]
+
+
+@pytest.mark.parametrize("name", [*PAGES])
+def test_every_page_opens(chromium: Browser, folder: Path, tmp_path: Path, name: str) -> None:
+    """From its link, in dark and in light: no exception, no complaint, charts drawn, nobody else asked for anything."""
+    with served(folder) as address:
+        for scheme in ("light", "dark"):
+            watched = Watched(chromium, scheme)
+            watched.page.goto(f"{address}/{name}?run={folder / 'tight'}&other={folder / 'wide'}")
+            settled(watched.page)
+            expect(watched.page.get_by_role("heading", name=PAGES[name], level=1)).to_be_visible()
+            assert (
+                watched.page.locator("[data-testid=stException], [data-testid=stAlertContentError]").count()
+                == 0
+            )
+            charts = watched.page.locator(".stPlotlyChart")
+            assert watched.page.locator(".stPlotlyChart .main-svg").count() >= charts.count()
+            assert watched.complaints == []
+            assert watched.hosts <= {"127.0.0.1", ""}
+            watched.screenshot(f"{name}-{scheme}", tmp_path / "artifacts")
+            watched.page.close()
+
+
+def test_the_menu_leads_to_every_page_and_keeps_the_run(chromium: Browser, folder: Path) -> None:
+    """Page after page in one session; the run of the link stays chosen, and the link says so."""
+    with served(folder) as address:
+        watched = Watched(chromium)
+        page = watched.page
+        page.goto(f"{address}/?run={folder / 'wide'}")
+        settled(page)
+        for name, title in PAGES.items():
+            page.locator("[data-testid=stSidebarNav]").get_by_role("link", name=title, exact=True).click()
+            expect(page.get_by_role("heading", name=title, level=1)).to_be_visible(timeout=PATIENCE_MS)
+            settled(page)
+            assert page.locator("[data-testid=stException]").count() == 0
+            assert quote(str(folder / "wide")) in page.url or str(folder / "wide") in unquote(page.url)
+        assert watched.complaints == []
+
+
+def test_a_zoom_moves_all_series(chromium: Browser, folder: Path) -> None:
+    """A box over one panel of the overview is the window of all of them, of the link, and of the other pages."""
+    with served(folder) as address:
+        watched = Watched(chromium)
+        page = watched.page
+        page.goto(f"{address}/overview?run={folder / 'tight'}")
+        settled(page)
+        whole = page.evaluate(AXES)
+        drag = page.locator(".stPlotlyChart .nsewdrag").nth(1)
+        drag.scroll_into_view_if_needed()
+        box = drag.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + 0.25 * box["width"], box["y"] + box["height"] / 2)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + box["height"] / 2, steps=8)
+        page.mouse.up()
+        watched.wait_until(f"{AXES}.every(r => r[1] < {0.7 * whole[0][1]})")
+        settled(page)
+        ranges = page.evaluate(AXES)
+        assert len(ranges) >= 4
+        assert all(r == pytest.approx(ranges[0], rel=1e-3) for r in ranges)
+        assert "from=" in page.url and "to=" in page.url
+        page.reload()
+        settled(page)
+        assert page.evaluate(AXES)[0] == pytest.approx(ranges[0], rel=1e-3)
+        assert watched.complaints == []
+
+
+def test_compare_shows_known_deltas(chromium: Browser, folder: Path) -> None:
+    """The change of the mean TTFT, computed from both logs, is a dot of the chart."""
+    with served(folder) as address:
+        watched = Watched(chromium)
+        page = watched.page
+        page.goto(f"{address}/compare?run={folder / 'tight'}&other={folder / 'wide'}")
+        settled(page)
+        means = [
+            (log.requests.first_token_s - log.requests.arrival_s).mean()
+            for log in (read_run(folder / "tight"), read_run(folder / "wide"))
+        ]
+        found = page.evaluate(
+            "(() => { const t = document.querySelector('.js-plotly-plot').data[0];"
+            " return [...t.x][[...t.y].indexOf('mean_ttft')] })()"
+        )
+        assert found == pytest.approx(100 * (means[1] - means[0]) / means[0], rel=1e-6)
+        assert abs(found) > 1
+        assert watched.complaints == []
 
 
 def test_live_shows_a_run_that_moves(chromium: Browser, folder: Path, tmp_path: Path) -> None:
