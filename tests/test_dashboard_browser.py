@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlencode
 
 import psutil
 import pytest
@@ -17,13 +17,16 @@ pytest.importorskip("streamlit", reason="needs the extra `dashboard`")
 
 from playwright.sync_api import Browser, Page, expect
 
-from servetwin.dashboard.pages import PAGES
+from servetwin.dashboard.pages import FIRST_PAGE, PAGES
 from servetwin.sim.cli import run
 from servetwin.sim.runs import read_run
 
 pytestmark = [pytest.mark.full, pytest.mark.serial, needs_browser]
 PATIENCE_MS = 60_000
-DRAWN = "[...document.querySelectorAll('.stPlotlyChart')].every(c => c.querySelector('.main-svg'))"
+AT_REST = (
+    "document.querySelector('[data-testid=stApp][data-test-script-state=notRunning] h1') !== null"
+    " && [...document.querySelectorAll('.stPlotlyChart')].every(c => c.querySelector('.main-svg'))"
+)
 AXES = (
     "Object.entries(document.querySelector('.js-plotly-plot')._fullLayout)"
     ".filter(([k]) => /^xaxis\\d*$/.test(k)).map(([, axis]) => axis.range)"
@@ -39,7 +42,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of the same requests: one with a tight pool, the other with plenty of blocks."""
+    """Two runs of the same requests, one with a tight pool, the other with plenty of blocks; and a small sweep."""
     runs = tmp_path_factory.mktemp("runs")
     load = ["--dataset-name", "random", "--random-input-len", "200", "--random-output-len", "40"]
     load += ["--random-range-ratio", "0.5", "--request-rate", "30", "--num-prompts", "200"]
@@ -53,16 +56,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--max-model-len",
         "1024",
     ]
-    for name, blocks in (("tight", "160"), ("wide", "1000")):
+    for name, blocks in (("tight", "120"), ("wide", "1000")):
         out = runs / name
         assert run(["run", *load, *engine, "--num-gpu-blocks-override", blocks, "--out", str(out)]) == 0
+    sweep = ["sweep", "chat", "--num-prompts", "20", "--executor", "constant", "--step-time-s", "0.02"]
+    assert run([*sweep, "--param", "max_num_seqs=4,8", "--seeds", "2", "--out", str(runs / "sweep")]) == 0
     return runs
 
 
 def settled(page: Page) -> None:
-    """Until Streamlit has done all it wants to do, and charts are drawn."""
-    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for(timeout=PATIENCE_MS)
-    page.wait_for_function(DRAWN, timeout=PATIENCE_MS)
+    """Until Streamlit has done all it wants to do, and every chart is drawn, for a while."""
+    end, calm = time.monotonic() + PATIENCE_MS / 1e3, 0
+    while calm < 5:
+        assert time.monotonic() < end, "the page does not come to rest"
+        calm = calm + 1 if page.evaluate(AT_REST) else 0
+        time.sleep(0.15)
+
+
+def path_of(name: str) -> str:
+    """The first page is at the root."""
+    return "" if name == FIRST_PAGE else name
 
 
 def number(page: Page, label: str) -> float:
@@ -87,7 +100,7 @@ def test_every_page_opens(chromium: Browser, folder: Path, tmp_path: Path, name:
     with served(folder) as address:
         for scheme in ("light", "dark"):
             watched = Watched(chromium, scheme)
-            watched.page.goto(f"{address}/{name}?run={folder / 'tight'}&other={folder / 'wide'}")
+            watched.page.goto(f"{address}/{path_of(name)}?run={folder / 'tight'}&other={folder / 'wide'}")
             settled(watched.page)
             expect(watched.page.get_by_role("heading", name=PAGES[name], level=1)).to_be_visible()
             assert (
@@ -109,7 +122,7 @@ def test_the_menu_leads_to_every_page_and_keeps_the_run(chromium: Browser, folde
         page = watched.page
         page.goto(f"{address}/?run={folder / 'wide'}")
         settled(page)
-        for name, title in PAGES.items():
+        for title in PAGES.values():
             page.locator("[data-testid=stSidebarNav]").get_by_role("link", name=title, exact=True).click()
             expect(page.get_by_role("heading", name=title, level=1)).to_be_visible(timeout=PATIENCE_MS)
             settled(page)
@@ -123,7 +136,7 @@ def test_a_zoom_moves_all_series(chromium: Browser, folder: Path) -> None:
     with served(folder) as address:
         watched = Watched(chromium)
         page = watched.page
-        page.goto(f"{address}/overview?run={folder / 'tight'}")
+        page.goto(f"{address}/?run={folder / 'tight'}")
         settled(page)
         whole = page.evaluate(AXES)
         drag = page.locator(".stPlotlyChart .nsewdrag").nth(1)
@@ -144,6 +157,37 @@ def test_a_zoom_moves_all_series(chromium: Browser, folder: Path) -> None:
         settled(page)
         assert page.evaluate(AXES)[0] == pytest.approx(ranges[0], rel=1e-3)
         assert watched.complaints == []
+
+
+def test_the_block_map_shows_a_preemption_of_the_log(chromium: Browser, folder: Path) -> None:
+    """Around the first one: its victim holds as many blocks as the log says just before, and none just after."""
+    log = read_run(folder / "tight")
+    preempted = log.events[log.events.kind == "preempted"].iloc[0]
+    time_s = preempted.time_s
+    choice = urlencode(
+        {"view": "Block map", "coloring": "owner", "from": time_s - 0.005, "to": time_s + 0.005}
+    )
+    with served(folder) as address:
+        watched = Watched(chromium)
+        watched.page.goto(f"{address}/kv_cache?run={folder / 'tight'}&{choice}")
+        settled(watched.page)
+        chart = "document.querySelector('.js-plotly-plot')"
+        times, owners, colors = (
+            watched.page.evaluate(f"[...{chart}.calcdata[0][0].{what}].map(x => x.map ? [...x] : x)")
+            for what in ("xCenter", "text", "z")
+        )
+        marks = watched.page.evaluate(f"{chart}.layout.shapes.map(s => s.x0)")
+    assert time_s in [pytest.approx(mark, abs=1e-6) for mark in marks]
+    before = max(n for n, t in enumerate(times) if t < time_s)
+
+    def held(column: int) -> int:
+        """Blocks that the victim holds: colours from 2 on are those of owners."""
+        cells = zip(owners, colors, strict=True)
+        return sum(row[column] == preempted.request_id and z[column] >= 2 for row, z in cells)
+
+    assert held(before) == preempted.blocks > 0
+    assert held(before + 1) == 0
+    assert watched.complaints == []
 
 
 def test_compare_shows_known_deltas(chromium: Browser, folder: Path) -> None:
