@@ -47,12 +47,12 @@ def report(path: str | Path, metric_defs: str | None = None) -> str:
     Raises RunFolderError for a folder that is no run or is damaged, ValueError for unknown definitions.
     """
     data = Library().open(Path(path))
-    run, summary = data.run, data.run.summary
+    run, summary = data.run, dict(data.summary)
     if metric_defs is not None and metric_defs != summary["servetwin"]["metric_defs"]:
         notes = summary["servetwin"].get("notes")
         summary = summarize(run, metric_defs)
         summary["servetwin"] |= {"notes": notes} if notes else {}
-    charts = report_charts(data, summary)
+    charts = report_charts(data, summary["servetwin"]["metric_defs"])
     name = run.path.resolve().name
     return html.document(
         f"servetwin report: {name}", _sections(run, summary, charts), _head(name, run, summary), charts

@@ -26,7 +26,7 @@ def cdfs(named: Mapping[str, Distribution], limits_ms: Mapping[str, float] | Non
     drawn = {name: d for name, d in named.items() if d.count}
     rows = max(-(-len(drawn) // COLUMNS), 1)
     titles = [f"{name} (ms)" for name in drawn]
-    figure = make_subplots(rows=rows, cols=COLUMNS, subplot_titles=titles, vertical_spacing=0.2 / rows)
+    figure = make_subplots(rows=rows, cols=COLUMNS, subplot_titles=titles, vertical_spacing=0.3 / rows)
     for n, (name, distribution) in enumerate(drawn.items()):
         place = {"row": n // COLUMNS + 1, "col": n % COLUMNS + 1}
         values, shares = _quantiles(distribution)

@@ -60,7 +60,7 @@ def _scatter(x: Floats, y: Floats, regimes: Floats, extremes_of: Floats) -> go.F
         if not len(mine):
             continue
         shown = mine[_spread(x[mine], extremes_of[mine])]
-        figure.add_scattergl(
+        figure.add_scatter(
             x=x[shown],
             y=y[shown],
             mode="markers",
