@@ -97,6 +97,11 @@ class BlockHashes:
         # Requests with different salts share nothing: their chains begin differently.
         self._parent = _NO_PARENT if cache_salt is None else _salted_root(cache_salt)
 
+    @property
+    def num_known(self) -> int:
+        """Hashes made so far."""
+        return len(self._hashes)
+
     def prepare(self, num_blocks: int) -> None:
         """Makes the hashes of the first `num_blocks` blocks, up to the first private one."""
         hashes, size, in_prompt = self._hashes, self.block_size, self._prompt.num_tokens

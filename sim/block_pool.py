@@ -16,6 +16,22 @@ _COMPACT_ABOVE = 4096
 """Dead entries at the front of the free list that are worth cutting off."""
 
 
+class Chain:
+    """The private contents of one request, beginning with its block number `first`, in one entry.
+
+    A block has such a content as long as the pool says so.
+    """
+
+    __slots__ = ("blocks", "first", "num_valid", "request_id")
+
+    def __init__(self, request_id: str, first: int, blocks: list[int]) -> None:
+        self.request_id, self.first, self.blocks = request_id, first, blocks
+        self.num_valid = 0
+
+    def hash_of(self, block: int) -> BlockHash:
+        return self.request_id, self.first + self.blocks.index(block)
+
+
 class BlockPool:
     """Blocks 1 .. num_gpu_blocks - 1.
 
@@ -36,7 +52,8 @@ class BlockPool:
         self._head = 0
         self._stale: dict[int, int] = {}
         self._references = [0] * num_gpu_blocks
-        self._hash_of: list[BlockHash | None] = [None] * num_gpu_blocks
+        self._hash_of: list[BlockHash | Chain | None] = [None] * num_gpu_blocks
+        self._chains: dict[str, Chain] = {}
         self._blocks_of: dict[BlockHash, int | dict[int, None]] = {}
         self._counted_at = (-1, -1)
 
@@ -44,18 +61,22 @@ class BlockPool:
 
     @property
     def num_cached_hashes(self) -> int:
-        """Distinct contents that can be hit."""
-        return len(self._blocks_of)
+        """Distinct contents that can be hit (private ones of running requests not counted)."""
+        return len({*self._blocks_of, *filter(None, map(self.hash_of, range(self.num_gpu_blocks)))})
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def hash_of(self, block: int) -> BlockHash | None:
-        return self._hash_of[block]
+        content = self._hash_of[block]
+        return content.hash_of(block) if isinstance(content, Chain) else content
 
     def find(self, block_hash: BlockHash) -> int | None:
         """The oldest block with this content. Looking does not change the order of eviction."""
         found = self._blocks_of.get(block_hash)
+        if found is None and self._chains and isinstance(block_hash, tuple) and block_hash[0] in self._chains:
+            self._enter_each(self._chains[block_hash[0]])
+            found = self._blocks_of.get(block_hash)
         if isinstance(found, dict):
             return next(iter(found))
         return found
@@ -80,12 +101,39 @@ class BlockPool:
         self.num_free -= count
         if self.journal is not None:
             self._note_taken(self.journal, blocks, request_id)
-        references, hash_of = self._references, self._hash_of
+        references, hash_of, evictions = self._references, self._hash_of, 0
         for block in blocks:
             references[block] = 1
-            if hash_of[block] is not None:
-                self._evict(block)
+            content = hash_of[block]
+            if content is None:
+                continue
+            evictions += 1
+            if type(content) is Chain and content.num_valid > 1:
+                hash_of[block] = None
+                content.num_valid -= 1
+            else:
+                self._drop_content(block)
+        self.num_evictions += evictions
+        self.num_cached_free -= evictions
         return blocks
+
+    @property
+    def is_in_order(self) -> bool:
+        """No block has been hit while it was free and stands in the queue still: `next_blocks` knows which come next."""
+        return not self._stale
+
+    @property
+    def contents(self) -> Sequence[object]:
+        """Of each block; None without."""
+        return self._hash_of
+
+    def next_blocks(self, most: int) -> list[int]:
+        """The free blocks in front, so many or all; they stay free. Only while the queue `is_in_order`."""
+        return self._queue[self._head : self._head + most]
+
+    def take_next(self, count: int) -> None:
+        """So many of them are taken."""
+        self.take(count, "")
 
     def take_one(self, request_id: str) -> int:
         """The first free block, without content; `take` for one."""
@@ -107,7 +155,7 @@ class BlockPool:
         self.num_cached_free -= 1
 
     def _note_taken(self, journal: list[BlockChange], blocks: list[int], request_id: str) -> None:
-        cached = [(b, h) for b in blocks if (h := self._hash_of[b]) is not None]
+        cached = [(b, h) for b in blocks if (h := self.hash_of(b)) is not None]
         journal += [BlockChange(b, "evict", prefix_id=_text(h)) for b, h in cached]
         journal += [BlockChange(b, "take", request_id, references=1) for b in blocks]
 
@@ -142,6 +190,42 @@ class BlockPool:
         self.num_cached_free += sum(hash_of[b] is not None for b in freed)
         if self.journal is not None:
             self.journal += [BlockChange(b, "release", request_id, references=references[b]) for b in blocks]
+
+    def release_own(self, table: list[int], private: Chain) -> None:
+        """Gives a table back, last block first, whose private contents are these; nobody else holds those blocks."""
+        first = private.first
+        self.enter_own(private)
+        own = table[first:]
+        references = self._references
+        for block in own:
+            references[block] = 0
+        own.reverse()
+        self._queue += own
+        self.num_free += len(own)
+        self.num_cached_free += len(private.blocks)
+        if first:
+            self.release(table[first - 1 :: -1], private.request_id)
+
+    def enter_own(self, private: Chain) -> None:
+        """Private contents become findable, by their request alone (or another of the same name later on)."""
+        hash_of, count = self._hash_of, 0
+        for block in private.blocks:
+            # Hits of its own have been entered before.
+            if hash_of[block] is None:
+                hash_of[block] = private
+                count += 1
+        private.num_valid = count
+        if older := self._chains.get(private.request_id):
+            self._enter_each(older)
+        if count:
+            self._chains[private.request_id] = private
+
+    def _enter_each(self, chain: Chain) -> None:
+        """Somebody looks for private contents: from now on they are like others."""
+        del self._chains[chain.request_id]
+        for place, block in enumerate(chain.blocks, chain.first):
+            if self._hash_of[block] is chain:
+                self._enter(block, (chain.request_id, place))
 
     def release_in_front(self, blocks: Sequence[int], request_id: str) -> None:
         """As `release`, but those with no reference left are the next to be taken, in this order."""
@@ -226,6 +310,11 @@ class BlockPool:
         block_hash = self._hash_of[block]
         assert block_hash is not None
         self._hash_of[block] = None
+        if isinstance(block_hash, Chain):
+            block_hash.num_valid -= 1
+            if not block_hash.num_valid:
+                del self._chains[block_hash.request_id]
+            return
         holders = self._blocks_of.pop(block_hash)
         if holders != block:
             self._keep_others(holders, block, block_hash)
@@ -245,12 +334,15 @@ class BlockPool:
         assert cached_free == self.num_cached_free, (
             f"{cached_free} cached free blocks, counted {self.num_cached_free}"
         )
-        hashed = {b: h for b, h in enumerate(self._hash_of) if h is not None}
+        hashed = {b: h for b, h in enumerate(self._hash_of) if h is not None and not isinstance(h, Chain)}
         listed = {
             b: h
             for h, holders in self._blocks_of.items()
             for b in ([holders] if isinstance(holders, int) else holders)
         }
+        for chain in self._chains.values():
+            valid = [b for b in chain.blocks if self._hash_of[b] is chain]
+            assert len(valid) == chain.num_valid > 0, f"{chain.request_id}: {valid}, counted {chain.num_valid}"
         assert hashed == listed, "the map from content to block differs from the blocks' own hashes"
 
 
@@ -265,10 +357,6 @@ class UnsharedBlockPool(BlockPool):
 
     def take_one(self, request_id: str) -> int:
         return self.take(1, request_id)[0]
-
-    def next_blocks(self, most: int) -> list[int]:
-        """The free blocks in front, so many or all; they stay free."""
-        return self._queue[self._head : self._head + most]
 
     def take_next(self, count: int) -> None:
         """So many of them are taken."""

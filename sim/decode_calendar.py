@@ -31,6 +31,8 @@ class DecodeCalendar:
         self.phases: list[list[Request]] = [[] for _ in range(block_size)]
         """By the steps (modulo the block size) in which a row begins a block."""
         self.num_rows = 0
+        self.num_filling = 0
+        """Of them, those that fill blocks (`Request.fills_blocks`)."""
         self._base_sum = 0
         self.ends: dict[int, list[Request]] = {}
         """By the last step of the rows."""
@@ -41,6 +43,7 @@ class DecodeCalendar:
         """A row whose `base`, `last_step` and `place` are set."""
         request.asleep = request.counted = True
         self.num_rows += 1
+        self.num_filling += request.fills_blocks
         base, last_step = request.base, request.last_step
         self._base_sum += base
         _insert(self.phases[-base % self._block_size], request)
@@ -79,6 +82,7 @@ class DecodeCalendar:
             return
         request.counted = False
         self.num_rows -= 1
+        self.num_filling -= request.fills_blocks
         self._base_sum -= request.base
         self.phases[-request.base % self._block_size].remove(request)
 
@@ -101,8 +105,11 @@ class DecodeCalendar:
         return self.phases[step % self._block_size]
 
     def filling_block(self, step: int) -> list[Request]:
-        """The rows whose token of this step is the last of a block, in running order (not to be changed)."""
-        return self.phases[(step + 1) % self._block_size]
+        """The rows whose token of this step is the last of a block to be entered, in running order (not to be changed)."""
+        if not self.num_filling:
+            return []
+        rows = self.phases[(step + 1) % self._block_size]
+        return rows if self.num_filling == self.num_rows else [row for row in rows if row.fills_blocks]
 
     def context(self, step: int) -> tuple[int, int]:
         """Tokens that the attention of this step reads, its new ones included: of all rows, and of the longest row."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from servetwin.sim.block_pool import BlockPool, UnsharedBlockPool
+from servetwin.sim.block_pool import BlockPool, Chain, UnsharedBlockPool
 from servetwin.sim.request import Request
 from servetwin.sim.rules import FreeOrder
 
@@ -44,6 +44,8 @@ class KVCacheManager:
         self.pool = (
             BlockPool(num_gpu_blocks, journal=journal) if counts else UnsharedBlockPool(num_gpu_blocks)
         )
+        self.hides_private = enable_caching and not journal
+        """Content that nobody else can have is not entered block by block (`BlockPool.release_own`)."""
         self.num_holders = 0
         """Requests that hold a table."""
         self._max_model_len = max_model_len
@@ -156,7 +158,8 @@ class KVCacheManager:
         if self.enable_caching:
             place = request.num_hashed_blocks
             if min(filled, num_tokens) >= (place + 1) * self.block_size:
-                self.pool.insert_one(request.block_ids[place], request.block_hash(place))
+                if place < request.first_private or not self.hides_private:
+                    self.pool.insert_one(request.block_ids[place], request.block_hash(place))
                 request.num_hashed_blocks = place + 1
 
     def begin_blocks(self, requests: Sequence[Request]) -> None:
@@ -172,12 +175,19 @@ class KVCacheManager:
 
     def free(self, request: Request) -> None:
         """Gives the table back, last block first, so that the end of a chain is evicted before its beginning."""
-        if not request.block_ids:
+        table, hashed = request.block_ids, request.num_hashed_blocks
+        if not table:
             return
-        back = request.block_ids[::-1]
         request.block_ids = []
         request.num_hashed_blocks = request.quiet_until = 0
         self.num_holders -= 1
+        if self.hides_private and request.first_private < len(table):
+            private = Chain(request.request_id, request.first_private, table[request.first_private : hashed])
+            if self._free_order is FreeOrder.ALL_AT_THE_BACK:
+                self.pool.release_own(table, private)
+                return
+            self.pool.enter_own(private)
+        back = table[::-1]
         if self._free_order is FreeOrder.UNHASHED_IN_FRONT:
             self.pool.release_in_front([b for b in back if self.pool.hash_of(b) is None], request.request_id)
             back = [b for b in back if self.pool.hash_of(b) is not None]
@@ -187,7 +197,8 @@ class KVCacheManager:
         """Takes blocks out of the prefix cache that were entered for a step which will not run after all."""
         computed_blocks = request.num_computed_tokens // self.block_size
         for block in request.block_ids[computed_blocks : request.num_hashed_blocks]:
-            self.pool.forget(block)
+            if self.pool.hash_of(block) is not None:
+                self.pool.forget(block)
         request.num_hashed_blocks = min(request.num_hashed_blocks, computed_blocks)
 
     def reset_prefix_cache(self) -> bool:
@@ -231,7 +242,9 @@ class KVCacheManager:
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
         full, done = num_tokens // self.block_size, request.num_hashed_blocks
         if full > done:
-            self.pool.insert(request.block_ids[done:full], request.block_hashes(full)[done:full])
+            public = min(full, request.first_private) if self.hides_private else full
+            if public > done:
+                self.pool.insert(request.block_ids[done:public], request.block_hashes(public)[done:public])
             request.num_hashed_blocks = full
 
     def note_quiet(self, request: Request) -> None:

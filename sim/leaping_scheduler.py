@@ -103,6 +103,10 @@ class LeapingScheduler(Scheduler):
         self.stuck_blocks = None
         super().add_request(request, now)
         shares = self.kv.enable_caching and not request.is_private
+        # Private contents are entered when the blocks are given back. (Asynchronous scheduling enters what is known.)
+        request.fills_blocks = self.kv.enable_caching and (
+            shares or self._counts_ahead or not self.kv.hides_private
+        )
         if shares or request.stop_tokens:
             request.keeps_tokens = True
         request.is_plain = (
@@ -200,7 +204,8 @@ class LeapingScheduler(Scheduler):
         phases, size = self.calendar.phases, self.kv.block_size
         # Of a step: those that begin a block, and those of the next one, which fill theirs in this.
         begins = [bool(phase) for phase in phases]
-        busy = [begins[i] or begins[(i + 1) % size] for i in range(size)]
+        fills = self.calendar.num_filling > 0
+        busy = [begins[i] or (fills and begins[(i + 1) % size]) for i in range(size)]
         number = self.number
         for i in range(1, num_steps):
             if busy[(number + i) % size]:
@@ -323,8 +328,9 @@ class LeapingScheduler(Scheduler):
         self.calendar.leave(request)
         request.asleep = False
         blocks = len(request.block_ids)
-        if request.keeps_tokens:
+        if request.keeps_tokens or self.kv.enable_caching:
             self._catch_up(request, self.number)
+        if request.keeps_tokens:
             last = request.num_output_tokens
             request.num_tokens += 1
             request.output_token_ids.append(self._tokens.output_id(request.request_id, last))
@@ -335,7 +341,8 @@ class LeapingScheduler(Scheduler):
     def take_blocks(self, num_steps: int) -> TakenBlocks:
         """Blocks for so many steps of the rows that sleep, of which there are enough; see `leap`."""
         if self.kv.enable_caching:
-            return self._take_blocks_one_by_one(num_steps)
+            simple = not self.calendar.num_filling and self.kv.pool.is_in_order
+            return self._take_cached(num_steps) if simple else self._take_blocks_one_by_one(num_steps)
         pool, phases, size, number = self.kv.pool, self.calendar.phases, self.kv.block_size, self.number
         # Who begins one in the first step, and in each after it; then a block for each, in this order.
         phase = number % size
@@ -356,6 +363,36 @@ class LeapingScheduler(Scheduler):
                 count += 1
         pool.take_next(count)
         return self._usable_blocks - free, 0, free, 0, begun_at, _NO_STEPS
+
+    def _take_cached(self, num_steps: int) -> TakenBlocks:
+        """The same where blocks have contents that are dropped, and none that is entered before a row ends."""
+        pool, phases, size, number = self.kv.pool, self.calendar.phases, self.kv.block_size, self.number
+        phase = number % size
+        turns = phases[phase:] + phases[:phase]
+        if num_steps > size:
+            turns *= -(-num_steps // size)
+        next_blocks = pool.next_blocks(self.calendar.num_rows * -(-num_steps // size))
+        has_content = pool.contents
+        begun_at: list[int] = []
+        evictions_at: list[int] = []
+        count = evictions = 0
+        for request in turns[0]:
+            block = next_blocks[count]
+            request.block_ids.append(block)
+            count += 1
+            evictions += has_content[block] is not None
+        used = self._usable_blocks - pool.num_free + count
+        cached_free = pool.num_cached_free - evictions
+        for i in range(1, num_steps):
+            for request in turns[i]:
+                block = next_blocks[count]
+                request.block_ids.append(block)
+                begun_at.append(i)
+                count += 1
+                if has_content[block] is not None:
+                    evictions_at.append(i)
+        pool.take_next(count)
+        return used, cached_free, self._usable_blocks - used - cached_free, evictions, begun_at, evictions_at
 
     def _take_blocks_one_by_one(self, num_steps: int) -> TakenBlocks:
         begun_at: list[int] = []
@@ -647,6 +684,8 @@ class LeapingScheduler(Scheduler):
         computed = request.base + min(number, request.last_step + 1)
         request.num_computed_tokens = computed
         request.num_tokens = computed + 1 - self._num_in_flight(request)
+        if self.kv.enable_caching and not request.fills_blocks:
+            request.num_hashed_blocks = computed // self.kv.block_size
         if request.keeps_tokens:
             outputs = request.output_token_ids
             outputs.extend(

@@ -39,6 +39,8 @@ FINISH_REASONS = {
 }
 
 
+NOT_PRIVATE = 2**62
+"""More than any request has blocks."""
 _NO_TOKENS: frozenset[int] = frozenset()
 
 
@@ -56,6 +58,8 @@ class Request:
         "client_id",
         "counted",
         "eos_token_id",
+        "fills_blocks",
+        "first_private",
         "is_plain",
         "is_prefill_chunk",
         "joined_step",
@@ -148,6 +152,8 @@ class Request:
         """Its block table."""
         self.num_hashed_blocks = 0
         """Leading blocks of the table that are in the prefix cache."""
+        self.first_private = NOT_PRIVATE
+        """From this block on nobody else can have its content (known from its prompt)."""
         self.quiet_until = 0
         """With fewer computed tokens than this it has one token to compute, room for it, and no limit near."""
         # Kept by the calendar of decodes and its scheduler (`sim/leaping_scheduler.py`).
@@ -157,6 +163,8 @@ class Request:
         """It is a row of the next step."""
         self.base = 0
         """Computed tokens are `base` + the number of the next step while it sleeps."""
+        self.fills_blocks = False
+        """Blocks that it fills in its sleep are to be entered into the prefix cache."""
         self.joined_step = 0
         """It sleeps since this step ..."""
         self.since_step = 0
@@ -204,11 +212,13 @@ class Request:
     def hash_prompt(self) -> None:
         """Makes the hashes of the prompt's full blocks, as far as anybody else can have the same content."""
         self._hashes.prepare(self.num_prompt_tokens // self._block_size)
+        if self._hashes.private:
+            self.first_private = self._hashes.num_known
 
     @property
     def is_private(self) -> bool:
         """Nobody else can have the content of its further blocks, whatever its outputs are."""
-        return self._hashes.private
+        return self.first_private < NOT_PRIVATE
 
     def block_hash(self, place: int) -> BlockHash:
         """The hash of one full block of known tokens."""
