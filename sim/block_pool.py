@@ -127,6 +127,12 @@ class BlockPool:
         """Of each block; None without."""
         return self._hash_of
 
+    def num_before(self, blocks: Sequence[int]) -> int:
+        """How many blocks can be taken before one of these free ones is; 0 where that is not easily said."""
+        if self._stale:
+            return 0
+        return min(self._queue.index(block, self._head) for block in blocks) - self._head
+
     def next_blocks(self, most: int) -> list[int]:
         """The free blocks in front, so many or all; they stay free. Only while the queue `is_in_order`."""
         return self._queue[self._head : self._head + most]

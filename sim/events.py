@@ -36,8 +36,8 @@ run has left at least half of them while a long one does not fall into thousands
 
 _SHAPE_COLUMNS = attrgetter(*SHAPE_COLUMNS)
 _LISTS = attrgetter(*LISTS)
-_NO_EXTRAS = (0,) * 8
-"""Of a step without look-ups in the prefix cache, recomputation and drafts."""
+_NO_EXTRAS = (0,) * 4
+"""Of a step without recomputation and drafts."""
 _NO_PREFILL = (0,) * 6
 """Of a step without rows of prompts: their part of its shape, and its new requests."""
 
@@ -254,7 +254,7 @@ class EventLog:
     ) -> None:
         """The same for a leap from `start_ns` to `end_ns`; `cost` and `times` are those of its first step."""
         shape, rows = leap.shape, leap.shape.rows
-        self._step_rows.append_with(
+        self._step_rows.append(
             source,
             (
                 start_ns,
@@ -272,6 +272,7 @@ class EventLog:
                 leap.free_blocks,
                 0,
                 leap.evictions,
+                *leap.lookup,
                 *_NO_EXTRAS,
                 times.schedule_ns,
                 times.prepare_start_ns,
@@ -286,8 +287,8 @@ class EventLog:
                 leap.num_steps,
                 leap.growth_ns,
                 outputs.regular,
+                *_LISTS(leap),
             ),
-            _LISTS(leap),
         )
         self._steps += leap.num_steps
         self._rows += 1
@@ -342,6 +343,10 @@ class EventLog:
         """Writes parts where enough rows wait for it."""
         if self._rows >= self._flush_at_row:
             self.flush()
+
+    def queued_behind(self) -> None:
+        """Whoever arrived waits for the head of the queue, which waits for the reason it had."""
+        self._waits.queued_behind()
 
     def woke(self, rows: Iterable[Woken]) -> None:
         """Requests that had an output in every step until now, which nobody told."""

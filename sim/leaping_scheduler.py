@@ -18,10 +18,11 @@ from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import StepShape
 from servetwin.sim.decode_calendar import DecodeCalendar
 from servetwin.sim.kv_cache_manager import cdiv
-from servetwin.sim.light_frames import AwakeRow, Ended, Leap, LightFrame, LightOutputs, TakenBlocks, Woken
-from servetwin.sim.policy import SchedulingPolicy
+from servetwin.sim.light_frames import NO_LOOKUP, AwakeRow, Ended, Leap, LightFrame, LightOutputs, TakenBlocks, Woken
+from servetwin.sim.policy import SchedulingPolicy, inherits
 from servetwin.sim.records import Finish, ScheduleRecord, WaitReason
 from servetwin.sim.request import FINISH_REASONS, Request, RequestStatus
+from servetwin.sim.request_queue import FIFOQueue
 from servetwin.sim.scheduler import Scheduler
 from servetwin.sim.step import Step
 from servetwin.sim.steptime.features import shape_of
@@ -62,8 +63,15 @@ class LeapingScheduler(Scheduler):
         self.stuck_blocks: int | None = None
         """Not None: the head of the queue cannot come in before somebody ends, as long as so many blocks are free (with
         fewer it would wait for another reason)."""
+        self.stuck_lookup = NO_LOOKUP
+        """What every step counts that tries it: tokens looked up in the prefix cache, tokens found; the same of a
+        request that was preempted before."""
+        self._stuck_hits: list[int] = []
+        """Free blocks that it finds, while nobody takes them."""
         self._resumed_are_new = config.scheduler.use_v2_model_runner
         self._order_changes = bool(getattr(self.policy, "dynamic_order", False))
+        self._is_fifo = isinstance(self.waiting, FIFOQueue)
+        self._takes_last = inherits(self.policy, "choose_victim")
 
     # ------------------------------------------------------------ schedule
 
@@ -100,7 +108,9 @@ class LeapingScheduler(Scheduler):
         return frame
 
     def add_request(self, request: Request, now: int) -> None:
-        self.stuck_blocks = None
+        if not (self._is_fifo and self.waiting):
+            # It may be the head now.
+            self.stuck_blocks = None
         super().add_request(request, now)
         shares = self.kv.enable_caching and not request.is_private
         # Private contents are entered when the blocks are given back. (Asynchronous scheduling enters what is known.)
@@ -125,18 +135,28 @@ class LeapingScheduler(Scheduler):
         head, reason = step.record.head, step.record.head_reason
         if head is None or step.asked or step.record.preempted or self._order_changes:
             return None
+        self.stuck_lookup, self._stuck_hits = NO_LOOKUP, []
         if reason is WaitReason.SEATS:
             return 0
-        # With prefix caching every refusal is a look-up that counts, and what it finds may change.
-        if self.kv.enable_caching or reason not in (WaitReason.BLOCKS, WaitReason.GATE):
+        if reason not in (WaitReason.BLOCKS, WaitReason.GATE):
             return None
-        if reason is WaitReason.BLOCKS:
-            return 0
-        request = self.requests[head]
+        request, hits = self.requests[head], _NO_STEPS
         if request.num_external_tokens:
             return None
-        num_tokens = self._first_tokens(request, 0, self._token_budget - self.calendar.num_rows)
-        return None if num_tokens is None else self.kv.blocks_for(request, num_tokens)
+        if self.kv.enable_caching:
+            if self.calendar.num_filling:
+                # What it finds may become more with every block that is filled.
+                return None
+            hits = self.kv.get_computed_blocks(request)
+            self._stuck_hits = [b for b in hits if not self.kv.pool.references(b)]
+            if self._counts_refused_lookups:
+                found = request.num_tokens, len(hits) * self.kv.block_size
+                self.stuck_lookup = (0, 0, *found) if request.num_preemptions else (*found, 0, 0)
+        if reason is WaitReason.BLOCKS:
+            return 0
+        hit_tokens = len(hits) * self.kv.block_size
+        num_tokens = self._first_tokens(request, hit_tokens, self._token_budget - self.calendar.num_rows)
+        return None if num_tokens is None else self.kv.blocks_for(request, num_tokens, hits)
 
     # ------------------------------------------------------------ leaps
 
@@ -155,6 +175,8 @@ class LeapingScheduler(Scheduler):
             if self.stuck_blocks is None:
                 return 0
             spare -= self.stuck_blocks
+            if self._stuck_hits:
+                spare = min(spare, self.kv.pool.num_before(self._stuck_hits))
         steps = calendar.next_end() - self.number + 1
         # A block for each row and each block's worth of steps begun.
         if rows * (-(-steps // self.kv.block_size)) <= spare:
@@ -185,6 +207,7 @@ class LeapingScheduler(Scheduler):
         `shape`: of the first. `begun`: told of every step (0, 1, ...) when its blocks are taken.
         """
         leap = Leap(num_steps, shape, len(self.running), len(self.waiting))
+        leap.lookup = self.stuck_lookup if self.waiting else NO_LOOKUP
         self.finished_req_ids = set()
         if self.kv.enable_caching or begun is not None:
             self._leap_step(0, leap)
@@ -328,9 +351,10 @@ class LeapingScheduler(Scheduler):
         self.calendar.leave(request)
         request.asleep = False
         blocks = len(request.block_ids)
-        if request.keeps_tokens or self.kv.enable_caching:
-            self._catch_up(request, self.number)
+        # Entered when they are given back, if they are private.
+        request.num_hashed_blocks = (request.length_limit - 1) // self.kv.block_size
         if request.keeps_tokens:
+            self._catch_up(request, self.number)
             last = request.num_output_tokens
             request.num_tokens += 1
             request.output_token_ids.append(self._tokens.output_id(request.request_id, last))
@@ -422,7 +446,7 @@ class LeapingScheduler(Scheduler):
 
     def _running_pass(self, step: Step, now: int) -> None:
         """The calendar's way where it leads to the same end, else the ordinary one."""
-        if not self._calendar_pass(step):
+        if not self._calendar_pass(step) and not self._pass_with_victims(step, now):
             self._wake_all()
             super()._running_pass(step, now)
             self.awake = list(self.running)
@@ -445,6 +469,26 @@ class LeapingScheduler(Scheduler):
         if self.kv.enable_caching:
             due = self._due(due, number)
         self._serve(due, shares, step)
+        step.budget -= calendar.num_rows
+        return True
+
+    def _pass_with_victims(self, step: Step, now: int) -> bool:
+        """Serves the sleepers at the cost of the last ones in running order; False, with nothing changed, if it cannot.
+
+        It is a row at the end or behind it that loses its blocks, so none that has got its token of this step.
+        """
+        calendar, number = self.calendar, self.number
+        if self.awake or self._counts_ahead or not self._takes_last:
+            return False
+        if calendar.num_filling or step.budget < calendar.num_rows:
+            return False
+        for request in calendar.beginning_block(number).copy():
+            while request.asleep and not self.kv.pool.num_free:
+                victim = self.running.pop()
+                self._woken.append(self._wake(victim))
+                self._preempt(victim, False, step, now)
+            if request.asleep:
+                self._serve_sleepers([request], number)
         step.budget -= calendar.num_rows
         return True
 

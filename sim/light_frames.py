@@ -98,6 +98,10 @@ TakenBlocks = tuple[int, int, int, int, list[int], list[int]]
 the schedule call of the first; then as `Leap.blocks_begun_at` and `evictions_at`."""
 
 
+NO_LOOKUP = (0, 0, 0, 0)
+"""Nobody is looked up in the prefix cache."""
+
+
 @dataclass(slots=True)
 class Leap:
     """Steps of the same sleeping rows and nothing else. Counts of requests and blocks are those of the first step."""
@@ -110,6 +114,8 @@ class Leap:
     cached_free_blocks: int = 0
     free_blocks: int = 0
     evictions: int = 0
+    lookup: tuple[int, int, int, int] = NO_LOOKUP
+    """Look-ups in the prefix cache in each step (`LeapingScheduler.stuck_lookup`)."""
     growth_ns: int = 0
     """By which device time grows from one step to the next, where `each_device_ns` is empty."""
     each_device_ns: Sequence[int] = ()

@@ -20,6 +20,7 @@ from servetwin.sim.contract import StepShape
 from servetwin.sim.events import EventLog
 from servetwin.sim.leap_times import even_steps_until
 from servetwin.sim.leaping_core import LeapingCore
+from servetwin.sim.light_frames import NO_LOOKUP
 from servetwin.sim.request import Request
 from servetwin.sim.steptime.modelled import ModelledStepTimer
 
@@ -68,7 +69,7 @@ class PlainSteps:
         env, scheduler, client = self._env, self._scheduler, self._client
         arrivals, waiting, ends = client.arrivals, scheduler.waiting, scheduler.calendar.ends
         take_in, interrupts, on_progress = client.take_in, client.interrupts, client.on_progress
-        now = int(env.now)
+        log, now = self._log, int(env.now)
         others_ns, total = env.peek(), 0
         while True:
             due_ns = arrivals.due_ns
@@ -77,6 +78,8 @@ class PlainSteps:
                 due_ns = arrivals.due_ns
                 if interrupts():
                     break
+                if scheduler.stuck_blocks is not None:
+                    log.queued_behind()
             end_ns = 0
             if not waiting or scheduler.stuck_blocks is not None:
                 end_ns = self._leap(now, due_ns)
@@ -159,9 +162,10 @@ class PlainSteps:
         used, cached_free, free, evictions, begun_at, evictions_at = scheduler.take_blocks(steps)
         end_ns = now + duration_ns
         # As DECODES and DECODE_LISTS of `sim/step_rows.py` want it.
+        num_waiting = len(scheduler.waiting)
         row = (
-            now, first_ns, rows, len(scheduler.running), len(scheduler.waiting), used, cached_free, free, evictions,
-            context, longest, steps, growth_ns, begun_at, evictions_at, each_ns,
+            now, first_ns, rows, len(scheduler.running), num_waiting, used, cached_free, free, evictions,
+            *(scheduler.stuck_lookup if num_waiting else NO_LOOKUP), context, longest, steps, growth_ns, begun_at, evictions_at, each_ns,
         )  # fmt: skip
         self._log.decoded(timer.source, row, steps, end_ns)
         self._steps = steps
@@ -176,7 +180,7 @@ class PlainSteps:
         calendar, pool = scheduler.calendar, scheduler.kv.pool
         number, sleeping, evictions = scheduler.number, calendar.num_rows, pool.num_evictions
         context, longest = calendar.context(number)
-        scheduler.serve_due(number)
+        scheduler.take_blocks(1)
         tokens = pairs = contexts = hits = 0
         largest = (0, 0)
         for _ in range(len(scheduler.waiting)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +61,10 @@ DECODES = (
     "cached_free_blocks",
     "free_blocks",
     "evictions",
+    "prefix_query_tokens",
+    "prefix_hit_tokens",
+    "preempted_query_tokens",
+    "preempted_hit_tokens",
     "decode_context_tokens",
     "decode_context_max_tokens",
     "repeats",
@@ -75,7 +80,8 @@ _FOLLOWING = {
 DECODE_LISTS = ("blocks_begun_at", "evictions_at", "each_device_ns")
 """Behind them, of LISTS."""
 Row = tuple[Any, ...]
-"""INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS; or DECODES, then DECODE_LISTS."""
+"""INTEGERS (ns where the table has seconds, NEVER for null), then RUN_INTEGERS, and where there are any LISTS; or
+DECODES, then DECODE_LISTS."""
 
 
 class StepRows:
@@ -95,19 +101,16 @@ class StepRows:
         if len(self._rows) == CHUNK_ROWS:
             self._pack()
 
-    def append_with(self, source: str, row: Row, lists: Sequence[Sequence[int]]) -> None:
-        """INTEGERS and RUN_INTEGERS, and LISTS."""
-        for name, items in zip(LISTS, lists, strict=True):
-            if items:
-                self._lists[name].extend(items)
-                self._list_rows[name].extend((len(self._sources), len(items)))
-        self.append(source, row)
-
     def _pack(self) -> None:
-        first, width = len(self._sources) - len(self._rows), len(DECODES)
-        with_lists = [(i, row) for i, row in enumerate(self._rows, first) if len(row) < WIDTH]
-        for place, name in enumerate(DECODE_LISTS, width):
-            found = [(i, items) for i, row in with_lists if (items := row[place])]
+        numbered = [*enumerate(self._rows, len(self._sources) - len(self._rows))]
+        decodes = [(i, row[len(DECODES) :]) for i, row in numbered if len(row) < WIDTH]
+        others = [(i, row[WIDTH:]) for i, row in numbered if len(row) > WIDTH]
+        for place, name in enumerate(LISTS):
+            found = [(i, lists[place]) for i, lists in others if lists[place]]
+            if name in DECODE_LISTS:
+                place = DECODE_LISTS.index(name)
+                found += [(i, lists[place]) for i, lists in decodes if lists[place]]
+            found.sort(key=itemgetter(0))
             self._lists[name].extend(chain.from_iterable(items for _, items in found))
             self._list_rows[name].extend(chain.from_iterable((i, len(items)) for i, items in found))
         self._chunks.append(_packed(self._rows))
@@ -152,9 +155,9 @@ def _packed(rows: Sequence[Row]) -> list[PackedInts]:
 
     width = len(DECODES)
     values = np.empty((len(rows), WIDTH), np.int64)
-    whole = np.array([*map(len, rows)], np.int64) == WIDTH
-    values[whole] = _matrix([row for row in rows if len(row) == WIDTH], WIDTH)
-    values[~whole] = _whole_rows(_matrix([row[:width] for row in rows if len(row) != WIDTH], width))
+    whole = np.array([*map(len, rows)], np.int64) >= WIDTH
+    values[whole] = _matrix([row[:WIDTH] for row in rows if len(row) >= WIDTH], WIDTH)
+    values[~whole] = _whole_rows(_matrix([row[:width] for row in rows if len(row) < WIDTH], width))
     return PackedInts.of_each(np.ascontiguousarray(values.T))
 
 
@@ -167,7 +170,7 @@ def _matrix(rows: Sequence[Row], width: int) -> Int64s:
 
 
 def _whole_rows(decodes: Int64s) -> Int64s:
-    """[n, WIDTH] from DECODES, [n, 13]."""
+    """[n, WIDTH] from DECODES, [n, 17]."""
     import numpy as np
 
     values = np.zeros((len(decodes), WIDTH), np.int64)

@@ -54,6 +54,12 @@ class WaitTracker:
                 self._change(head, _reason(head, record), now_ns)
         self._head = record.head
 
+    def queued_behind(self) -> None:
+        """A schedule call that finds the same head with the same reason as the one before it, and admits nobody."""
+        for request_id, since_ns in self._newly_queued.items():
+            self._open[request_id] = Wait(since_ns, WaitReason.HEAD_OF_LINE)
+        self._newly_queued.clear()
+
     def left(self, request_id: str, now_ns: int) -> None:
         """The request waits no longer (admitted or aborted); no effect when it did not wait."""
         self._newly_queued.pop(request_id, None)
