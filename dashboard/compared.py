@@ -78,11 +78,11 @@ def compare(a: RunData, b: RunData, metric_defs: str, *, intervals: bool) -> Com
     metrics = latency_metrics(metric_defs)
     names = [MetricName(statistic, latency) for latency in LATENCIES for statistic in STATISTICS]
     bootstrap = BlockBootstrap(len(pairs)) if intervals else None
-    summaries = (summary_of(data.run, data.columns) for data in (a, b))
+    of_a, of_b = summary_of(a.run, a.columns), summary_of(b.run, b.columns)
     return Compared(
         len(pairs),
         paired_latencies(pairs, metrics, names, bootstrap),
-        run_figures(*summaries, [MetricName(None, figure) for figure in FIGURES]),
+        run_figures(of_a, of_b, [MetricName(None, figure) for figure in FIGURES]),
         formulas_of(pairs, metrics),
         [*_states(a, b), *pairing_notes(pairs)],
         configuration_differences(a.run, b.run),

@@ -119,7 +119,7 @@ class BlockPool:
 
     @property
     def is_in_order(self) -> bool:
-        """No block has been hit while it was free and stands in the queue still: `next_blocks` knows which come next."""
+        """No block that was hit while it was free stands in the queue still: `next_blocks` knows which come next."""
         return not self._stale
 
     @property
@@ -348,7 +348,9 @@ class BlockPool:
         }
         for chain in self._chains.values():
             valid = [b for b in chain.blocks if self._hash_of[b] is chain]
-            assert len(valid) == chain.num_valid > 0, f"{chain.request_id}: {valid}, counted {chain.num_valid}"
+            assert len(valid) == chain.num_valid > 0, (
+                f"{chain.request_id}: {valid}, counted {chain.num_valid}"
+            )
         assert hashed == listed, "the map from content to block differs from the blocks' own hashes"
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
+    Int64Matrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 NEVER = -1
 """In a column of times: it has not happened. Neither times nor counts are ever negative; a part says null."""
@@ -248,7 +249,7 @@ class PackedInts(NamedTuple):
         return cls._between(values, int(values.min()), int(values.max()))
 
     @classmethod
-    def of_each(cls, columns: Int64s) -> list[PackedInts]:
+    def of_each(cls, columns: Int64Matrix) -> list[PackedInts]:
         """From [columns, n] numbers, all at once."""
         if not columns.shape[1]:
             return [cls(column, 0) for column in columns]

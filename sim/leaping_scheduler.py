@@ -18,7 +18,16 @@ from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import StepShape
 from servetwin.sim.decode_calendar import DecodeCalendar
 from servetwin.sim.kv_cache_manager import cdiv
-from servetwin.sim.light_frames import NO_LOOKUP, AwakeRow, Ended, Leap, LightFrame, LightOutputs, TakenBlocks, Woken
+from servetwin.sim.light_frames import (
+    NO_LOOKUP,
+    AwakeRow,
+    Ended,
+    Leap,
+    LightFrame,
+    LightOutputs,
+    TakenBlocks,
+    Woken,
+)
 from servetwin.sim.policy import SchedulingPolicy, inherits
 from servetwin.sim.records import Finish, ScheduleRecord, WaitReason
 from servetwin.sim.request import FINISH_REASONS, Request, RequestStatus

@@ -165,7 +165,8 @@ class PlainSteps:
         num_waiting = len(scheduler.waiting)
         row = (
             now, first_ns, rows, len(scheduler.running), num_waiting, used, cached_free, free, evictions,
-            *(scheduler.stuck_lookup if num_waiting else NO_LOOKUP), context, longest, steps, growth_ns, begun_at, evictions_at, each_ns,
+            *(scheduler.stuck_lookup if num_waiting else NO_LOOKUP), context, longest, steps, growth_ns,
+            begun_at, evictions_at, each_ns,
         )  # fmt: skip
         self._log.decoded(timer.source, row, steps, end_ns)
         self._steps = steps

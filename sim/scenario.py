@@ -14,15 +14,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from servetwin.sim.config import (
     CacheConfig,
-    Config,
     EngineConfig,
     ModelConfig,
-    NotNegative,
-    Positive,
     SchedulerConfig,
     SpeculativeConfig,
     explain,
 )
+from servetwin.sim.config_base import Config, NotNegative, Positive
 from servetwin.sim.rules import Rules
 from servetwin.workloads.spec import MAX_TOKEN_ID
 

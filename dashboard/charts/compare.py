@@ -22,9 +22,9 @@ LINE_PX = 24
 
 def forest(differences: Mapping[str, Difference]) -> go.Figure:
     """Relative changes from A to B with their intervals, one line each; those that have a percentage."""
-    shown = {name: d for name, d in differences.items() if d.delta_percent is not None}
     figure = go.Figure()
-    ends = [(d.delta_percent, d.interval_percent) for d in shown.values()]
+    shown = {name: d.delta_percent for name, d in differences.items() if d.delta_percent is not None}
+    ends = [(value, differences[name].interval_percent) for name, value in shown.items()]
     figure.add_scatter(
         x=[value for value, _ in ends],
         y=[*shown],

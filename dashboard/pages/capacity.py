@@ -130,7 +130,9 @@ def _plan(plan: Mapping[str, Any]) -> None:
         )
         if table[priced].notna().any():
             st.subheader("Rate against cost")
-            best = frontier(table[priced], table.max_request_rate, x_lower=True, y_lower=False)
+            best = frontier(
+                table[priced].tolist(), table.max_request_rate.tolist(), x_lower=True, y_lower=False
+            )
             figure = charts.points_and_frontier(table, priced, "max_request_rate", labels, best, UNITS)
             st.plotly_chart(figure, key="plan_cost")
     st.dataframe(table.dropna(axis=1, how="all"), key="configurations", hide_index=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.definitions import definitions
-from servetwin.sim.events import COMPLETED
 from servetwin.sim.metrics import timestamps
 
 if TYPE_CHECKING:

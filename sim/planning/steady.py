@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from servetwin.sim.events import COMPLETED
+from servetwin.sim.columns import COMPLETED
 from servetwin.sim.tables import Tables, ns_array
 from servetwin.sim.units import NS_PER_S
 

@@ -140,7 +140,8 @@ class ModelledStepTimer:
         """The model says how long a step takes, and nothing else."""
         self.context_ns = self._context_ns or 0
         self.decode_ns: Callable[[int, int], int] | None = None
-        if type(model) in (ConstantStepModel, LinearStepModel):
+        # A subclass may have other durations.
+        if type(model) is ConstantStepModel or type(model) is LinearStepModel:
             self.decode_ns = model.decode_ns
         self.drafts = drafts
         self._tokens = tokens
