@@ -287,46 +287,26 @@ class Scheduler:
         hits = self.kv.get_computed_blocks(request)
         if self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
-        if request.num_external_tokens:
-            return self._try_to_take_over(request, hits, step, now)
-        num_tokens = self._first_tokens(request, len(hits) * self.kv.block_size, step.budget)
+        ahead = len(hits) * self.kv.block_size
+        # As with vLLM's KV connectors: what was brought needs blocks at once, and no step.
+        brought = max(request.num_external_tokens - ahead, 0)
+        num_tokens = self._first_tokens(request, ahead + brought, step.budget)
         if num_tokens is None:
             return WaitReason.BUDGET
         if self._gate and not self.kv.full_sequence_fits(request, hits):
             # What keeps it out is the gate only where its first chunk would find room.
-            fits = self.kv.chunk_fits(request, num_tokens, hits)
+            fits = self.kv.chunk_fits(request, brought + num_tokens, hits)
             return WaitReason.GATE if fits else WaitReason.BLOCKS
-        lookahead = self._admission_lookahead
-        if self.kv.allocate_slots(request, num_tokens, hits, num_lookahead_tokens=lookahead) is None:
+        lookahead, room = self._admission_lookahead, brought + num_tokens
+        if self.kv.allocate_slots(request, room, hits, num_lookahead_tokens=lookahead) is None:
             return WaitReason.BLOCKS
         if not self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
         self._admit(request, num_tokens, hits, step, now)
-        return None
-
-    def _try_to_take_over(self, request: Request, hits: list[int], step: Step, now: int) -> WaitReason | None:
-        """The same for a request that brings K/V from another engine: blocks for all of it, one token to compute.
-
-        As with vLLM's KV connectors the last token of the prompt is computed here, to have logits. A preemption loses
-        what was brought.
-        """
-        hit_tokens = len(hits) * self.kv.block_size
-        ahead = max(request.num_external_tokens, hit_tokens)
-        num_tokens = min(self._clamp_long_prefill(request.num_tokens - ahead), step.budget)
-        if self._gate and not self.kv.full_sequence_fits(request, hits):
-            fits = self.kv.chunk_fits(request, ahead - hit_tokens + num_tokens, hits)
-            return WaitReason.GATE if fits else WaitReason.BLOCKS
-        room = ahead - hit_tokens + num_tokens
-        if (
-            self.kv.allocate_slots(request, room, hits, num_lookahead_tokens=self._admission_lookahead)
-            is None
-        ):
-            return WaitReason.BLOCKS
-        if not self._counts_refused_lookups:
-            self._count_lookup(request, hits, step)
-        request.num_external_tokens = 0
-        self._admit(request, num_tokens, hits, step, now)
-        request.num_computed_tokens = ahead
+        if request.num_external_tokens:
+            # A preemption loses it.
+            request.num_computed_tokens += brought
+            request.num_external_tokens = 0
         return None
 
     def _first_tokens(self, request: Request, hit_tokens: int, budget: int) -> int | None:

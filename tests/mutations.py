@@ -7,6 +7,7 @@ A mutation is one exact textual change to one file. `test_mutations.py` makes it
 
 from __future__ import annotations
 
+from cluster_mutations import CLUSTERS
 from dashboard_mutations import DASHBOARD
 from export_mutations import EXPORTS
 from kernel_mutations import KERNELS
@@ -1032,8 +1033,8 @@ LEAPS = (
         "a leap takes the token that an abort forbids",
         0,
         "sim/leaping_process.py",
-        "steps = times.steps_until(abort_ns, steps) - 1",
-        "steps = times.steps_until(abort_ns, steps)",
+        "steps = times.steps_until(abort_ns - now, steps) - 1",
+        "steps = times.steps_until(abort_ns - now, steps)",
         SAME_LOG,
     ),
     Mutation(
@@ -1094,4 +1095,4 @@ LEAPS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING + DASHBOARD
+MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING + DASHBOARD + CLUSTERS
