@@ -14,7 +14,7 @@ CLUSTERS = (
         DRIVER,
         "return Moment(self.env, turn_of(self._index)) if self.env.peek() == self.env.now else None",
         "return None",
-        (f"{CLUSTER}::test_arrivals_are_routed_when_all_steps_of_their_instant_are_over",),
+        (f"{CLUSTER}::test_who_arrives_as_a_step_ends_is_in_the_next[False]",),
     ),
     Mutation(
         "what reaches a replica amid a leap waits for its end",

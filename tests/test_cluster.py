@@ -137,6 +137,15 @@ def test_arrivals_are_routed_when_all_steps_of_their_instant_are_over() -> None:
     assert by_id(log).first_token_s["c"] == 4.0
 
 
+@pytest.mark.parametrize("leaps", [False, True])
+def test_who_arrives_as_a_step_ends_is_in_the_next(leaps: bool) -> None:
+    """Both replicas are at a boundary at 4 s; those who are sent there at that instant run from 4 s on."""
+    requests = [spec("a", 8, 9), spec("b", 8, 9), spec("c", 8, 1, 4.0), spec("d", 8, 1, 4.0)]
+    log = serve(requests, ClusterConfig(replicas=2), leaps=leaps)
+    assert by_id(log).replica.tolist() == [0, 1, 0, 1]
+    assert by_id(log).first_scheduled_s.tolist() == [0.0, 0.0, 4.0, 4.0]
+
+
 def test_a_leap_is_cut_only_by_what_reaches_its_replica() -> None:
     """Forty arrivals at replica 1 leave the long decode of replica 0 in one row of its log."""
     requests = [spec("long", 8, 180), *(spec(f"r{i}", 8, 2, 3.5 + 4 * i) for i in range(40))]

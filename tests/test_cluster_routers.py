@@ -132,6 +132,15 @@ def test_affinity_forgets_what_the_cache_cannot_hold() -> None:
     assert router.choose(with_prefix(1), replicas, 0) == 1
 
 
+def test_what_all_prompts_begin_with_draws_nobody() -> None:
+    """A run of 16 tokens of a prompt of 400 is known at replica 0, and counts for nothing there."""
+    router, replicas = load_router("prefix_affinity", 0), views(1, 0)
+    first = spec("p", 400, 4, prefix_ids=(1, 2), prefix_block_tokens=16)
+    assert router.choose(first, [replicas[0]], 0) == 0
+    assert router.choose(spec("q", 400, 4, prefix_ids=(1, 3), prefix_block_tokens=16), replicas, 0) == 1
+    assert router.choose(spec("r", 100, 4, prefix_ids=(1, 2), prefix_block_tokens=16), replicas, 0) == 0
+
+
 # ---------------------------------------------------------------- one's own
 
 

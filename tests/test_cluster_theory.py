@@ -187,7 +187,7 @@ def mean_field_power_of_two(rate: float) -> float:
 @pytest.mark.full
 def test_power_of_two_is_its_mean_field() -> None:
     """A hundred replicas at utilisation 0.7: 1.61 mean services, where a random split takes 3.33."""
-    rate, replicas, count = 0.7, 100, 60_000
+    rate, replicas, count = 0.7, 100, 30_000
     rng = np.random.default_rng(6)
     gaps = poisson_gaps(rng, replicas * rate, count)
     prompts, _ = geometric_lengths(rng, count)
@@ -206,7 +206,7 @@ def test_power_of_two_is_its_mean_field() -> None:
 @pytest.mark.full
 def test_prefill_and_decode_are_a_tandem() -> None:
     """Two M/M/1 in a row, with independent services: the sum of their mean times (Jackson 1957)."""
-    rate, count, rng = 0.5, 40_000, np.random.default_rng(7)
+    rate, count, rng = 0.5, 30_000, np.random.default_rng(7)
     gaps = poisson_gaps(rng, 10 * rate, count)
     # A tenth of the length, so that an answer is not a thousand steps; the time unit is 100 ms.
     prompts, outputs = rng.geometric(0.01, count), rng.geometric(0.01, count)

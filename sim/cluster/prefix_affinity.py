@@ -14,6 +14,8 @@ TOKENS_PER_HASH = 64
 LOAD_CAP = 1.5
 """A replica is passed over while it has more requests in flight than this times the mean, and than MIN_CAP."""
 MIN_CAP = 4
+MIN_SHARE = 0.1
+"""Of the prompt that must be known: what all prompts begin with would draw all of them to one place."""
 
 
 class PrefixAffinity:
@@ -21,7 +23,8 @@ class PrefixAffinity:
 
     What was sent is all that it knows: names of leading runs of tokens (`prefix_ids`, the session of a turn), or hashes
     of tokens; as much of it for each replica, the last used first, as the KV cache there holds. A replica with more
-    than LOAD_CAP times the mean number of requests in flight gets none for this reason.
+    than LOAD_CAP times the mean number of requests in flight gets none for this reason, and a prefix of less than
+    MIN_SHARE of the prompt counts for nothing.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -34,10 +37,12 @@ class PrefixAffinity:
         known: dict[int, int] = {}
         for view in replicas:
             sent = self._sent.get(view.index)
-            if sent is not None and view.requests <= cap and (length := sent.known(keys)):
-                known[view.index] = length
+            if sent is not None and view.requests <= cap:
+                known[view.index] = sent.known(keys)
         longest = max(known.values(), default=0)
-        best = [view for view in replicas if known.get(view.index) == longest] or replicas
+        best = replicas
+        if longest > MIN_SHARE * spec.prompt_tokens:
+            best = [view for view in replicas if known.get(view.index) == longest]
         index = self._fewest.choose(spec, best, now_ns)
         view = next(view for view in replicas if view.index == index)
         self._sent.setdefault(index, _Sent()).add(keys, view.kv_tokens)
