@@ -424,21 +424,20 @@ def test_reading_results_loads_no_simulator() -> None:
 # ---------------------------------------------------------------- processes that end
 
 
-def killed_and_resumed(out: Path, arguments: list[str], delays_s: list[float]) -> int:
-    """Starts the sweep, kills it after each delay, and in the end lets it finish; returns the kills that hit."""
-    kills = 0
-    for delay_s in delays_s:
+def killed_and_resumed(out: Path, arguments: list[str], moments: list[tuple[int, float]]) -> None:
+    """Starts the sweep and kills it a while after so many records were there, again and again; then lets it finish."""
+    for num_records, delay_s in moments:
         process = started(*arguments, "--resume", "--out", str(out), start_new_session=True)
-        try:
-            process.communicate(timeout=delay_s)
-        except subprocess.TimeoutExpired:
-            kills += 1
+        while records_after_kills(out) < num_records:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.005)
+        time.sleep(delay_s)
         process.kill()
         process.communicate()
+        assert process.returncode == -signal.SIGKILL
     process = started(*arguments, "--resume", "--out", str(out))
     _, said = process.communicate(timeout=10 * PATIENCE_S)
     assert process.returncode == 0, said
-    return kills
 
 
 def records_after_kills(out: Path) -> int:
@@ -472,10 +471,11 @@ def test_two_hundred_runs_killed_five_times_give_the_undisturbed_table(tmp_path:
     seats = ",".join(map(str, range(1, 41)))
     arguments = [workload, *CONSTANT, "--param", f"max_num_seqs={seats}", "--seeds", "5", "--jobs", "2"]
     draw = random.Random()
-    delays_s = [draw.uniform(0.5, 6.0) for _ in range(5)]
+    # Once while it starts, then while runs are being done.
+    moments = [(0, draw.uniform(0, 1.5))]
+    moments += [(n, draw.uniform(0, 0.1)) for n in sorted(draw.sample(range(1, 180), 4))]
     out = tmp_path / "out"
-    kills = killed_and_resumed(out, arguments, delays_s)
-    assert kills == 5, f"ended before {delays_s}"
+    killed_and_resumed(out, arguments, moments)
     assert records_after_kills(out) == 200
     assert_same_table(swept(tmp_path / "undisturbed", *arguments), out)
 
