@@ -3,9 +3,9 @@
     python examples/capacity_study.py [--small] [--price CARD=USD_PER_GPU_HOUR ...]
 
 Load: the preset `chat`, drawn to the published statistics of a conversation service (Azure 2023: 5.53 requests/s,
-prompts of 1,155 and answers of 211 tokens in the mean). Engine: an 8B model of the Llama 3 shape in bfloat16. Step times:
-the roofline of each card, an estimate from published peaks; nothing was measured. Limits: 99 % of the requests with their
-first token within 500 ms and 50 ms for each further one. Prices are yours: without any, costs are left out.
+prompts of 1,155 and answers of 211 tokens in the mean). Engine: an 8B model of the Llama 3 shape in bfloat16. Step
+times: the roofline of each card, an estimate from published peaks; nothing was measured. Limits: 99 % of the requests
+with their first token within 500 ms and 50 ms for each further one. Prices are yours: without any, costs are left out.
 
 `--small` draws 200 requests (a test runs it so); without it each answer is searched for with as many as it needs.
 """

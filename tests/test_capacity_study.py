@@ -28,6 +28,7 @@ def test_one_engine_and_its_seats(study: dict[str, Any], capsys: pytest.CaptureF
     assert "nothing was measured" in " ".join(answer.rows[0].capacity.at_limit.notes)
 
 
+@pytest.mark.full
 def test_the_card_follows_the_prices(study: dict[str, Any]) -> None:
     answer = study["which_card"]({"H100": 2.5, "A100-80GB": 1.5, "L40S": 0.0}, **SMALL)
     assert answer.best.settings == {"gpu": "L40S"}

@@ -273,7 +273,12 @@ def test_python_mirrors_it(workload: str, capsys: pytest.CaptureFixture[str]) ->
     flags = {
         "executor": "constant", "step_time_s": 0.05, "async_scheduling": False, "enable_prefix_caching": False,
     }  # fmt: skip
-    question: dict[str, Any] = {"ttft": 120.5, "prices": {ANY_CARD: 2.0}, "vary": {"max_num_seqs": [8, 16]}}
+    question: dict[str, Any] = {
+        "ttft": 120.5,
+        "prices": {ANY_CARD: 2.0},
+        "vary": {"max_num_seqs": [8, 16]},
+        "max_simulations": 5,
+    }
     found = plan(workload, **flags, **question)
     again = Study(workload, **flags).plan(**question)
     assert isinstance(found, Plan) and found.to_json() == again.to_json()
@@ -288,6 +293,8 @@ def test_python_mirrors_it(workload: str, capsys: pytest.CaptureFixture[str]) ->
         "2",
         "--vary",
         "max_num_seqs=8,16",
+        "--max-simulations",
+        "5",
     )
     assert json.loads(json.dumps(found.to_json())) == typed
     table = found.configurations

@@ -37,6 +37,7 @@ def long_prompts(**more: Any) -> Plan:
     )
 
 
+@pytest.mark.full
 def test_chunked_prefill_raises_the_load_that_keeps_a_strict_tpot() -> None:
     """Sarathi-Serve's claim: P99 of TPOT within 30 ms, prompts in chunks of 512 tokens or whole."""
     chunked = long_prompts(tpot=30, max_num_batched_tokens=512)

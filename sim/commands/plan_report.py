@@ -86,7 +86,7 @@ def _narrow_table(title: str, caption: str | None = None) -> Table:
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, 0),
         pad_edge=False,
     )
 
@@ -177,8 +177,9 @@ def _curve_table(capacity: Capacity) -> Table:
     slo, rows = capacity.slo, curve(capacity)
     table = _narrow_table(
         f"P{slo.percentile:g} in ms against the load (95 % interval)",
-        "within: share of requests inside all limits; waits: what most of the waiting was for; LIMIT: the answer; "
-        "over: too much; KNEE: the first load beyond what can be served; cut: not all had an answer",
+        "in %: share of requests within all limits; redo %: tokens that were computed again; waits: what most of the "
+        "waiting was for; LIMIT: the answer; over: too much; KNEE: the first load beyond what can be served; cut: not "
+        "all had an answer",
     )
     preempted = any(row["preemptions"] for row in rows)
     several = len({row["replicas"] for row in rows}) > 1
@@ -188,9 +189,9 @@ def _curve_table(capacity: Capacity) -> Table:
     for name in METRICS:
         table.add_column(name.upper(), justify="right", no_wrap=True)
     if slo.limits_ms:
-        table.add_column("within %", justify="right", no_wrap=True)
+        table.add_column("in %", justify="right", no_wrap=True)
     if preempted:
-        table.add_column("recomputed %", justify="right", no_wrap=True)
+        table.add_column("redo %", justify="right", no_wrap=True)
     table.add_column("waits", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for row in rows:
@@ -201,7 +202,7 @@ def _curve_table(capacity: Capacity) -> Table:
         if preempted:
             cells.append(f"{100 * (row['recomputed_fraction'] or 0):.1f}")
         mark = {"limit": " LIMIT", "knee": " KNEE", None: "" if row["good"] else " over"}[row["mark"]]
-        waits_for = {None: "nothing", BUDGET: "tokens"}.get(row["waits_for"], row["waits_for"])
+        waits_for = {None: "-", BUDGET: "tokens"}.get(row["waits_for"], row["waits_for"])
         table.add_row(*cells, waits_for, row["verdict"] + mark)
     return table
 
@@ -269,7 +270,12 @@ def _number(value: float) -> str:
 
 
 def _ms(value: float) -> str:
-    return "inf" if not isfinite(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    """Three digits or more; thousands of ms as k where they are many."""
+    if not isfinite(value):
+        return "inf"
+    if value >= 10_000:
+        return f"{value / 1000:,.1f}k"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _or_blank(value: float | None) -> str:
