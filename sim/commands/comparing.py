@@ -163,16 +163,15 @@ def _latencies(comparison: Comparison) -> Table:
 
 
 def _cells(difference: Difference) -> list[str]:
-    interval = difference.interval
-    within = "" if interval is None else f"{interval.low:+,.2f} to {interval.high:+,.2f}"
-    percent = "" if difference.delta_percent is None else f"{difference.delta_percent:+.1f}"
+    # Fractions lie between 0 and 1.
+    digits = 4 if difference.name.unit == "1" else 2
+    delta, interval = difference.delta, difference.interval
     return [
         str(difference.name),
-        _number(difference.a),
-        _number(difference.b),
-        "" if difference.delta is None else f"{difference.delta:+,.2f}",
-        within,
-        percent,
+        *("no data" if value is None else f"{value:,.{digits}f}" for value in (difference.a, difference.b)),
+        "" if delta is None else f"{delta:+,.{digits}f}",
+        "" if interval is None else f"{interval.low:+,.{digits}f} to {interval.high:+,.{digits}f}",
+        "" if difference.delta_percent is None else f"{difference.delta_percent:+.1f}",
     ]
 
 
@@ -203,7 +202,3 @@ def _configuration(differences: dict[str, tuple[Any, Any]]) -> Table:
 def _shortened(value: Any) -> str:
     text = "-" if value is None else str(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _number(value: float | None) -> str:
-    return "no data" if value is None else f"{value:,.2f}"
