@@ -60,8 +60,13 @@ def test_one_table_goes_into_a_file_or_to_stdout(
     assert run(["export", "csv", str(log.path), "--table", "requests", "-o", str(out)]) == 0
     check(out, log.requests)
     capsysbinary.readouterr()
-    assert run(["export", "csv", str(log.path), "--table", "requests", "-o", "-"]) == 0
-    assert capsysbinary.readouterr().out == out.read_bytes()
+    for flags in (["--table", "requests"], []):
+        assert run(["export", "csv", str(log.path), *flags, "-o", "-"]) == 0
+        assert capsysbinary.readouterr().out == out.read_bytes()
+    assert run(["export", "csv", str(log.path), "-o", str(tmp_path / "plain.csv")]) == 0
+    assert (tmp_path / "plain.csv").read_bytes() == out.read_bytes()
+    assert run(["export", "csv", str(log.path), "--table", "steps", "-o", str(tmp_path / "s.csv")]) == 0
+    check(tmp_path / "s.csv", log.steps)
 
 
 def test_files_that_are_there_stay_unless_they_may_be_replaced(
@@ -95,7 +100,7 @@ def test_a_damaged_run_leaves_no_folder(log: Run, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["-o", "-"], "--out -: must be the name of a folder"),
+        (["-o", "--overwrite"], "--out --overwrite: must be the name of a folder or a file"),
         (["-o", "x", "--table", "token"], "--table 'token': must be one of requests, steps"),
         (["-o", "no/such/folder"], "its folder does not exist"),
     ],

@@ -15,6 +15,8 @@ from exported_runs import mixed_run
 
 from servetwin.sim.cli import run
 from servetwin.sim.export.perfetto_requests import REQUESTS_PID, phases_of
+from servetwin.sim.export.perfetto_steps import COUNTS, _on_lanes, _one_behind_another, _Step
+from servetwin.sim.export.trace_events import Track, process, thread
 from servetwin.sim.runs import Run
 
 Event = dict[str, Any]
@@ -125,9 +127,38 @@ def test_overlapping_steps_have_lanes_for_host_and_device(tmp_path: Path) -> Non
         (round(a * 1e9), round(a * 1e9) + round(d * 1e9))
         for a, d in zip(busy.device_start_s, busy.device_s, strict=True)
     ]
-    host = tracks(events)[thread_id(events, "host", 1)]
-    assert sum(end - start for start, end, _ in host) == round(log.steps.host_s.sum() * 1e9)
-    assert {name for *_, name in host} == {"schedule", "update"}
+    host = [tracks(events)[thread_id(events, f"host: {name}", 1)] for name in ("schedule", "update")]
+    assert [sum(end - start for start, end, _ in lane) for lane in host] == [
+        round(log.steps.schedule_s.sum() * 1e9),
+        round((log.steps.host_s - log.steps.schedule_s).sum() * 1e9),
+    ]
+
+
+def test_measured_times_that_overlap_begin_where_the_one_before_ends() -> None:
+    """A live run measures parts of one thing as another."""
+    at = {
+        "start_s": 0,
+        "schedule_s": 2,
+        "prepare_start_s": 2,
+        "prepare_s": 2,
+        "device_start_s": 4,
+        "device_s": 10,
+    }
+    steps = [
+        _Step(at | {"end_s": 20, "host_s": 8}, dict.fromkeys(COUNTS, 1), None),
+        _Step(
+            {name: t + 8 if "start" in name else t for name, t in at.items()} | {"end_s": 23, "host_s": 9},
+            dict.fromkeys(COUNTS, 1),
+            None,
+        ),
+    ]
+    named = [e for tid in range(1, 6) for e in thread(Track(1, tid), "lane", tid)] + process(1, "engine", 0)
+    for lanes in (_on_lanes, _one_behind_another):
+        ends: dict[Track, int] = {}
+        events = named + [event for step in steps for event in lanes(1, step, ends)]
+        check_format(events)
+        updates = [s for slices in tracks(events).values() for s in slices if s[2] == "update"]
+        assert updates[0] == (14, 20, "update") and updates[1][1] == 23
 
 
 def test_what_is_done_in_a_step_is_nested_in_it(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ COMMANDS = {
     ),
     "csv": (
         "The tables of a run as CSV files: requests, steps, events, blocks, gaps between outputs, tokens.",
-        "Columns are those of the run folder, steps one row each; times are seconds of simulated time, null is empty.",
+        "A name ending in .csv takes one table, any other is a folder for all of them. Columns are those of the run "
+        "folder, steps one row each; times are seconds of simulated time, null is empty.",
     ),
 }
 """Name -> what it writes, in a line, and what to know of it."""

@@ -20,13 +20,19 @@ def csv(
         Parameter(
             ("--out", "-o"),
             group=OUTPUT,
-            help="Folder for the tables, requests.csv and so on; with --table one file, - for stdout.",
+            help="A folder takes all tables, as requests.csv and so on. A name ending in .csv, or - for stdout: "
+            "one table, that of --table.",
             allow_leading_hyphen=True,
         ),
     ],
     overwrite: Annotated[bool, switch(OUTPUT, "Replace files that are there.")] = False,
     table: Annotated[
-        str | None, flag(CONTENT, "Only this one: requests, steps, events, blocks, itl or tokens.")
+        str | None,
+        flag(
+            CONTENT,
+            "One of requests, steps, events, blocks, itl, tokens, into one file (default: requests, where --out is "
+            "one file).",
+        ),
     ] = None,
 ) -> int:
     """Write it; the help is that of `export.COMMANDS`."""
@@ -38,10 +44,10 @@ def csv(
 
     if table is not None and table not in SCHEMAS:
         raise UsageError(f"--table {table!r}: must be one of {', '.join(SCHEMAS)}")
+    if table is None and (out == "-" or out.lower().endswith(".csv")):
+        table = "requests"
     if table is None and out.startswith("-"):
-        raise UsageError(
-            f"--out {out}: must be the name of a folder (to stdout goes one table: --table NAME)"
-        )
+        raise UsageError(f"--out {out}: must be the name of a folder or a file, or - for stdout")
     if table is not None:
         check_file(out, overwrite=overwrite)
     log = opened(run)

@@ -1,7 +1,9 @@
 """The steps of a run as trace events: slices, counters, evictions.
 
 Steps that follow each other are slices of one track, with what the host, the worker and the device do in them nested
-inside. Where steps overlap (asynchronous scheduling), host, worker and device have a track each.
+inside. Where steps overlap (asynchronous scheduling), host, worker and device have tracks of their own. Measured times
+of a live run may overlap a little, for what is measured as one thing holds parts of another: such a slice begins where
+the one before it ends.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ COUNTS = (
     *("prefill_tokens", "decode_tokens", "rows", "decode_rows", "running", "waiting", "used_blocks"),
     *("cached_free_blocks", "free_blocks", "preemptions", "evictions"),
 )
-STEPS, HOST, WORKER, DEVICE = 1, 2, 3, 4
+STEPS, SCHEDULE, UPDATE, WORKER, DEVICE = 1, 2, 3, 4, 5
 """Numbers of the tracks of an engine."""
+LANES = {"schedule": SCHEDULE, "update": UPDATE, "prepare": WORKER, "device": DEVICE}
 
 
 class Window(NamedTuple):
@@ -57,11 +60,12 @@ def step_events(log: Tables, window: Window) -> Iterator[Event]:
     for replica, overlaps in overlapping.items():
         yield from _heads(replica, overlaps)
     shown: dict[int, dict[str, tuple[int, ...]]] = {replica: {} for replica in overlapping}
+    ends: dict[Track, int] = {}
     for part in log.iter_parts("steps"):
         replica = replica_of(part)
         for step in _steps(part, window):
             lanes = _on_lanes if overlapping[replica] else _one_behind_another
-            yield from lanes(engine_pid(replica), step)
+            yield from lanes(engine_pid(replica), step, ends)
             yield from _counters(engine_pid(replica), step, shown[replica])
             if step.counts["evictions"]:
                 track = Track(engine_pid(replica), DEVICE if overlapping[replica] else STEPS)
@@ -119,7 +123,8 @@ def _overlapping(log: Tables) -> dict[int, bool]:
 def _heads(replica: int, overlaps: bool) -> Iterator[Event]:
     pid = engine_pid(replica)
     yield from process(pid, f"engine {replica}", replica)
-    names = {HOST: "host", WORKER: "worker: prepare", DEVICE: "device"} if overlaps else {STEPS: "steps"}
+    lanes = {SCHEDULE: "host: schedule", UPDATE: "host: update", WORKER: "worker: prepare", DEVICE: "device"}
+    names = lanes if overlaps else {STEPS: "steps"}
     for tid, name in names.items():
         yield from thread(Track(pid, tid), name, tid)
 
@@ -153,22 +158,34 @@ def _phases(step: _Step) -> dict[str, tuple[int, int]]:
     return {name: (start, end) for name, (start, end) in phases.items() if end > start}
 
 
-def _one_behind_another(pid: int, step: _Step) -> Iterator[Event]:
+def _one_behind_another(pid: int, step: _Step, ends: dict[Track, int]) -> Iterator[Event]:
     track, times = Track(pid, STEPS), step.times
-    yield slice_event(track, _kind(step.counts), times["start_s"], times["end_s"], _args(step))
+    begin = max(times["start_s"], ends.get(track, times["start_s"]))
+    ends[track] = times["end_s"]
+    yield slice_event(track, _kind(step.counts), begin, times["end_s"], _args(step))
     phases = _phases(step)
     if len(phases) > 1:
         for name, (start, end) in phases.items():
-            yield slice_event(track, name, start, end)
+            begin, end = max(start, begin), min(end, times["end_s"])
+            if end > begin:
+                yield slice_event(track, name, begin, end)
+                begin = end
 
 
-def _on_lanes(pid: int, step: _Step) -> Iterator[Event]:
-    lanes = {"schedule": HOST, "update": HOST, "prepare": WORKER}
+def _on_lanes(pid: int, step: _Step, ends: dict[Track, int]) -> Iterator[Event]:
     for name, (start, end) in _phases(step).items():
-        if name == "device":
-            yield slice_event(Track(pid, DEVICE), _kind(step.counts), start, end, _args(step))
-        else:
-            yield slice_event(Track(pid, lanes[name]), name, start, end)
+        track = Track(pid, LANES[name])
+        begin = max(start, ends.get(track, start))
+        if end > begin:
+            ends[track] = end
+            is_device = name == "device"
+            yield slice_event(
+                track,
+                _kind(step.counts) if is_device else name,
+                begin,
+                end,
+                _args(step) if is_device else None,
+            )
 
 
 def _counters(pid: int, step: _Step, shown: dict[str, tuple[int, ...]]) -> Iterator[Event]:

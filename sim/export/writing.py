@@ -57,7 +57,9 @@ def compressed(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def check_folder(out: Path, names: Iterable[str], *, overwrite: bool) -> None:
     """Raises ExportTargetError for a folder that cannot take files of these names; changes nothing."""
     if out.exists() and not out.is_dir():
-        raise ExportTargetError(f"--out {out}: is a file; the tables go into a folder (one of them: --table)")
+        raise ExportTargetError(
+            f"--out {out}: is a file; all tables go into a folder, one alone (--table) into a file"
+        )
     if not out.parent.is_dir():
         raise ExportTargetError(f"--out {out}: its folder does not exist")
     there = [name for name in names if (out / name).exists()]
