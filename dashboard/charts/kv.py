@@ -53,8 +53,13 @@ def block_map(cells: BlockMap, names: Sequence[str], by: str, preempted_s: Seque
             **scale,
         )
     )
-    for time_s in preempted_s[:MARKS_AT_MOST]:
-        figure.add_vline(x=time_s, line={"color": VERMILION, "width": 1, "dash": "dot"})
+    line = {"color": VERMILION, "width": 1, "dash": "dot"}
+    # All at once: one by one they take Plotly longer than everything else on the page.
+    marks = [
+        {"type": "line", "x0": t, "x1": t, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+        for t in preempted_s[:MARKS_AT_MOST]
+    ]
+    figure.update_layout(shapes=marks)
     laid_out(figure, RUN_TIME, "block", height=480)
     return figure.update_layout(hovermode="closest").update_yaxes(rangemode="normal")
 

@@ -73,7 +73,7 @@ def _map(state: State, data: RunData) -> None:
     left, right = st.columns([2, 3])
     by = left.segmented_control("Coloured by", COLORINGS, key="coloring", required=True) or "state"
     last = max(int(res.block.max()), 2)  # a slider needs two ends; block 0 is never given to anybody
-    low, high = right.slider("Blocks", 1, last, (1, last), key="block_range")
+    low, high = right.slider("Blocks", 1, last, (1, last), key=f"blocks of {data.run.path}: {last}")
     window = data.within(state.window)
     cells = maps.block_map(res, window, (low, high))
     preempted = data.events("preempted").time_s
@@ -92,7 +92,9 @@ def _map(state: State, data: RunData) -> None:
         + "The owner is who brought the content in, or took it back from the free blocks."
         + ("" if res.knows_releases else " An older run: blocks count as held until their content was gone.")
     )
-    block = int(st.number_input("Life of one block", 1, last, low, key="block"))
+    block = int(
+        st.number_input("Life of one block", 1, last, low, key=f"block of {data.run.path}: {last}, {low}")
+    )
     _one_block(res, block)
 
 
