@@ -7,13 +7,14 @@ for.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from servetwin.dashboard.figures import summary_of
-from servetwin.dashboard.run_data import RunData
+from servetwin.dashboard.run_columns import RunColumns
 from servetwin.sim.comparison import (
     Difference,
     configuration_differences,
@@ -29,7 +30,7 @@ from servetwin.sim.metric_names import MetricName
 from servetwin.sim.metrics import timestamps
 from servetwin.sim.pairing import Pairs, pair
 from servetwin.sim.planning.bootstrap import BlockBootstrap
-from servetwin.sim.runs import RunFolderError
+from servetwin.sim.runs import Run, RunFolderError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,46 +68,65 @@ class Compared:
     """Latency -> values in ms of A, of B, and of the change from A to B of each pair, at equidistant shares."""
 
 
-def compare(a: RunData, b: RunData, metric_defs: str, *, intervals: bool) -> Compared:
+def compare(a: Run, b: Run, metric_defs: str, *, intervals: bool) -> Compared:
     """Raises RunFolderError where no request completed in both runs, or an id stands twice in one of them."""
-    try:
-        pairs = pair(_requests(a), _requests(b))
-    except ValueError as e:
-        raise RunFolderError(str(e)) from e
-    if not len(pairs):
-        raise RunFolderError(nothing_paired(pairs))
+    differing = configuration_differences(a, b)
+    pairs = _paired(a, b)
     metrics = latency_metrics(metric_defs)
     names = [MetricName(statistic, latency) for latency in LATENCIES for statistic in STATISTICS]
     bootstrap = BlockBootstrap(len(pairs)) if intervals else None
-    of_a, of_b = summary_of(a.run, a.columns), summary_of(b.run, b.columns)
+    of_a, of_b = summary_of(a, RunColumns(a)), summary_of(b, RunColumns(b))
     return Compared(
         len(pairs),
         paired_latencies(pairs, metrics, names, bootstrap),
         run_figures(of_a, of_b, [MetricName(None, figure) for figure in FIGURES]),
         formulas_of(pairs, metrics),
         [*_states(a, b), *pairing_notes(pairs)],
-        configuration_differences(a.run, b.run),
+        differing,
         {name: _quantiles(pairs, metrics[name]) for name in LATENCIES},
     )
 
 
-def _requests(data: RunData) -> pd.DataFrame:
+def _paired(a: Run, b: Run) -> Pairs:
+    """Without the ids, which have done their duty."""
+    try:
+        pairs = pair(_requests(a), _requests(b))
+    except ValueError as e:
+        raise RunFolderError(str(e)) from e
+    if not len(pairs):
+        raise RunFolderError(nothing_paired(pairs))
+    done = ["request_id", "finish_reason"]
+    return replace(pairs, a=pairs.a.drop(columns=done), b=pairs.b.drop(columns=done))
+
+
+def num_requests(run: Run) -> int:
+    """Rows of requests/, which the ends of its files tell."""
+    return sum(pq.read_metadata(run.path / name).num_rows for name in run.header["parts"].get("requests", []))
+
+
+def _requests(run: Run) -> pd.DataFrame:
     """In order of arrival, ties in order of writing."""
     import pandas as pd
 
-    order = np.argsort(data.columns.numbers("requests", "arrival_s"), kind="stable")
-    frame = data.requests([*COLUMNS, "finish_reason"]).take(order)
-    ids = data.columns.texts("requests", "request_id").take(order)
-    return frame.assign(request_id=pd.array(ids, dtype="string[pyarrow]")).reset_index(drop=True)
+    def column(name: str) -> Any:
+        # Each read by itself and let go: only what is sorted stays.
+        return RunColumns(run).numbers("requests", name)
+
+    order = np.argsort(column("arrival_s"), kind="stable")
+    columns = {name: column(name)[order] for name in COLUMNS}
+    columns["finish_reason"] = RunColumns(run).categories("requests", "finish_reason").take(order)
+    ids = RunColumns(run).texts("requests", "request_id").take(order)
+    columns["request_id"] = pd.array(ids, dtype="string[pyarrow]")
+    return pd.DataFrame(columns, copy=False)
 
 
-def _states(a: RunData, b: RunData) -> list[str]:
+def _states(a: Run, b: Run) -> list[str]:
     found = []
-    for side, run in (("A", a.run), ("B", b.run)):
+    for side, run in (("A", a), ("B", b)):
         if run.state != "complete":
             reason = f" ({run.reason})" if run.reason else ""
             found.append(f"{side} is {run.state}{reason}: what it has written so far is compared")
-    if a.run.header.get("seed") != b.run.header.get("seed"):
+    if a.header.get("seed") != b.header.get("seed"):
         found.append("the runs have different seeds: pairs share their ids, not their draws")
     return found
 

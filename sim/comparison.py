@@ -164,11 +164,11 @@ def paired_latencies(
     level: float = 0.95,
 ) -> dict[str, Difference]:
     """Of the latencies in `wanted` that single requests have; without a bootstrap they have no intervals."""
-    times_a, times_b = timestamps(pairs.a), timestamps(pairs.b)
     found: list[Difference] = []
+    # One latency of one run after the other: a million pairs of all of them at once would take their memory.
     for quantity, names in _by_quantity(wanted).items():
         if isinstance(metric := metrics[quantity], RequestMetric):
-            samples = _both_known(metric.of(times_a), metric.of(times_b))
+            samples = _both_known(metric.of(timestamps(pairs.a)), metric.of(timestamps(pairs.b)))
             found += _paired(names, *samples, bootstrap, level)
     return {str(difference.name): difference for difference in found}
 

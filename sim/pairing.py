@@ -57,12 +57,12 @@ def pair(a: pd.DataFrame, b: pd.DataFrame) -> Pairs:
             raise ValueError(f"{side} has request {twice.iloc[0]!r} twice; requests are paired by their ids")
     # The same workload as a rule, in the same order: no need to look each id up.
     place = np.arange(len(a)) if same else pd.Index(b.request_id).get_indexer(pd.Index(a.request_id))
-    both_a = a[place >= 0]
-    both_b = b.iloc[place[place >= 0]]
+    both_a = _some(a, place >= 0)
+    both_b = b if same else b.iloc[place[place >= 0]]
     done_a = both_a.finish_reason.isin(COMPLETED).to_numpy()
     done_b = both_b.finish_reason.isin(COMPLETED).to_numpy()
     done = done_a & done_b
-    paired_a, paired_b = both_a[done].reset_index(drop=True), both_b[done].reset_index(drop=True)
+    paired_a, paired_b = (_some(both, done).reset_index(drop=True) for both in (both_a, both_b))
     lengths = [
         paired_a[name].to_numpy() != paired_b[name].to_numpy()
         for name in ("num_prompt_tokens", "num_output_tokens")
@@ -76,6 +76,11 @@ def pair(a: pd.DataFrame, b: pd.DataFrame) -> Pairs:
         int((lengths[0] | lengths[1]).sum()),
         int((~np.isclose(paired_a.arrival_s, paired_b.arrival_s, rtol=0, atol=1e-9)).sum()),
     )
+
+
+def _some(frame: pd.DataFrame, rows: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> pd.DataFrame:
+    """These rows; the frame itself where they are all: a copy of a million rows has its price."""
+    return frame if rows.all() else frame[rows]
 
 
 def _reasons(a: pd.DataFrame, b: pd.DataFrame) -> dict[str, int]:

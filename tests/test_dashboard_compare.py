@@ -15,7 +15,6 @@ from dashboards import shown
 
 from servetwin.dashboard.charts import compare as charts
 from servetwin.dashboard.compared import Compared, compare
-from servetwin.dashboard.library import Library
 from servetwin.sim.cli import run
 from servetwin.sim.runs import RunFolderError, read_run
 
@@ -72,8 +71,7 @@ def joined(folder: Path) -> pd.DataFrame:
 
 
 def compared(folder: Path, a: str = "fast", b: str = "slow") -> Compared:
-    library = Library()
-    return compare(library.open(folder / a), library.open(folder / b), "vllm-bench", intervals=True)
+    return compare(read_run(folder / a), read_run(folder / b), "vllm-bench", intervals=True)
 
 
 def test_the_differences_are_those_of_the_logs(folder: Path) -> None:

@@ -9,12 +9,13 @@ import pandas as pd
 import streamlit as st
 
 from servetwin.dashboard.charts import compare as charts
-from servetwin.dashboard.compared import LATENCIES, PAIRS_AT_ONCE, Compared, compare
+from servetwin.dashboard.compared import LATENCIES, PAIRS_AT_ONCE, Compared, compare, num_requests
 from servetwin.dashboard.library import version_of
 from servetwin.dashboard.run_list import ABSENT
-from servetwin.dashboard.state import State, keep, library
+from servetwin.dashboard.state import State, keep
 from servetwin.dashboard.words import NO_DATA
 from servetwin.sim.comparison import Difference
+from servetwin.sim.runs import read_run
 
 KEPT_COMPARISONS = 4
 
@@ -40,7 +41,7 @@ def page(state: State) -> None:
 @st.cache_resource(max_entries=KEPT_COMPARISONS, show_spinner="Comparing")
 def _compared(a: Path, a_ns: int, b: Path, b_ns: int, metric_defs: str, intervals: bool) -> Compared:
     del a_ns, b_ns  # parts of the key
-    return compare(library().open(a), library().open(b), metric_defs, intervals=intervals)
+    return compare(read_run(a), read_run(b), metric_defs, intervals=intervals)
 
 
 def _other(state: State, first: Path) -> Path:
@@ -55,7 +56,8 @@ def _other(state: State, first: Path) -> Path:
 
 def _wants_intervals(state: State, other: Path) -> bool:
     """At once for runs of usual size; the resamples of a million pairs take a minute."""
-    sizes = [len(state.data(path).columns.numbers("requests", "arrival_s")) for path in (state.path, other)]
+    assert state.path is not None
+    sizes = [num_requests(read_run(path)) for path in (state.path, other)]
     if min(sizes) <= PAIRS_AT_ONCE:
         return True
     chosen: bool = st.toggle(
