@@ -121,7 +121,13 @@ def lower_is_better(figure: str) -> bool:
     return not figure.endswith(("throughput", "goodput", "hit_rate", "completed", "rate", "tokens_per_s"))
 
 
-def frontier(x: Sequence[float], y: Sequence[float], *, x_lower: bool, y_lower: bool) -> list[int]:
+def frontier(
+    x: Sequence[float] | pd.Series[float],
+    y: Sequence[float] | pd.Series[float],
+    *,
+    x_lower: bool,
+    y_lower: bool,
+) -> list[int]:
     """Places of the points that no other one beats in both figures, in order of x; of equal ones the first."""
     a = np.asarray(x, dtype=np.float64) * (1 if x_lower else -1)
     b = np.asarray(y, dtype=np.float64) * (1 if y_lower else -1)

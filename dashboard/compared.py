@@ -75,11 +75,11 @@ def compare(a: Run, b: Run, metric_defs: str, *, intervals: bool) -> Compared:
     metrics = latency_metrics(metric_defs)
     names = [MetricName(statistic, latency) for latency in LATENCIES for statistic in STATISTICS]
     bootstrap = BlockBootstrap(len(pairs)) if intervals else None
-    of_a, of_b = summary_of(a, RunColumns(a)), summary_of(b, RunColumns(b))
+    first, second = (summary_of(run, RunColumns(run)) for run in (a, b))
     return Compared(
         len(pairs),
         paired_latencies(pairs, metrics, names, bootstrap),
-        run_figures(of_a, of_b, [MetricName(None, figure) for figure in FIGURES]),
+        run_figures(first, second, [MetricName(None, figure) for figure in FIGURES]),
         formulas_of(pairs, metrics),
         [*_states(a, b), *pairing_notes(pairs)],
         differing,

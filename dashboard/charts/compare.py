@@ -22,26 +22,26 @@ LINE_PX = 24
 
 def forest(differences: Mapping[str, Difference]) -> go.Figure:
     """Relative changes from A to B with their intervals, one line each; those that have a percentage."""
+    shown = {name: (d.delta_percent, d.interval_percent) for name, d in differences.items()}
+    ends = [(name, at, within or (at, at)) for name, (at, within) in shown.items() if at is not None]
     figure = go.Figure()
-    shown = {name: d.delta_percent for name, d in differences.items() if d.delta_percent is not None}
-    ends = [(value, differences[name].interval_percent) for name, value in shown.items()]
     figure.add_scatter(
-        x=[value for value, _ in ends],
-        y=[*shown],
+        x=[at for _, at, _ in ends],
+        y=[name for name, _, _ in ends],
         mode="markers",
         name="B - A",
         marker={"color": BLUE, "size": 8},
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": [0 if i is None else i.high - v for v, i in ends],
-            "arrayminus": [0 if i is None else v - i.low for v, i in ends],
+            "array": [high - at for _, at, (_, high) in ends],
+            "arrayminus": [at - low for _, at, (low, _) in ends],
             "color": BLUE,
         },
         hovertemplate="%{y}: %{x:+.2f} %<extra></extra>",
     )
     figure.add_vline(x=0, line={"color": GREY, "dash": "dash"})
-    laid_out(figure, "change from A to B (%)", "", height=120 + LINE_PX * len(shown))
+    laid_out(figure, "change from A to B (%)", "", height=120 + LINE_PX * len(ends))
     return figure.update_yaxes(autorange="reversed", type="category").update_layout(hovermode="closest")
 
 
