@@ -26,8 +26,10 @@ APP = Path(__file__).with_name("entry") / "streamlit_app.py"
 GRACE_S = 4.0
 """How long the server may take to end before it is killed."""
 POLL_S = 0.1
-ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Of the server, unless set. Arrow's own pool keeps what was once read: a tenth of a gigabyte for a long run."""
+ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_MMAP_THRESHOLD_": "1048576"}
+"""Of the server, unless set: columns of long runs go back to the system once nobody needs them (glibc would keep arrays
+of up to 32 MB for later, Arrow's own pool whatever it has read). A quarter of a gigabyte for a million requests.
+"""
 STREAMLIT_OPTIONS = {
     "server.address": HOST,
     "server.headless": "true",
