@@ -119,7 +119,7 @@ class BlockPool:
 
     @property
     def is_in_order(self) -> bool:
-        """No block that was hit while it was free stands in the queue still: `next_blocks` knows which come next."""
+        """No block stands in the queue that was hit while it was free: `next_blocks` knows which come next."""
         return not self._stale
 
     @property

@@ -13,9 +13,9 @@ from servetwin.sim.units import NS_PER_S
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
     Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
-    Int64Matrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 NEVER = -1
 """In a column of times: it has not happened. Neither times nor counts are ever negative; a part says null."""
@@ -249,12 +249,13 @@ class PackedInts(NamedTuple):
         return cls._between(values, int(values.min()), int(values.max()))
 
     @classmethod
-    def of_each(cls, columns: Int64Matrix) -> list[PackedInts]:
+    def of_each(cls, columns: NDArray[np.int64]) -> list[PackedInts]:
         """From [columns, n] numbers, all at once."""
-        if not columns.shape[1]:
-            return [cls(column, 0) for column in columns]
+        each: list[Int64s] = [*columns]
+        if not each or not len(each[0]):
+            return [cls(column, 0) for column in each]
         bounds = zip(columns.min(axis=1).tolist(), columns.max(axis=1).tolist(), strict=True)
-        return [cls._between(column, low, high) for column, (low, high) in zip(columns, bounds, strict=True)]
+        return [cls._between(column, low, high) for column, (low, high) in zip(each, bounds, strict=True)]
 
     @classmethod
     def _between(cls, values: Int64s, low: int, high: int) -> PackedInts:

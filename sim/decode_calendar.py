@@ -105,7 +105,7 @@ class DecodeCalendar:
         return self.phases[step % self._block_size]
 
     def filling_block(self, step: int) -> list[Request]:
-        """The rows whose token of this step is the last of a block to be entered, in running order (not to change)."""
+        """Rows whose token of this step is the last of a block that they fill, in running order (not to be changed)."""
         if not self.num_filling:
             return []
         rows = self.phases[(step + 1) % self._block_size]

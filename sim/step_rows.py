@@ -28,9 +28,9 @@ from servetwin.sim.units import NS_PER_S
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
     Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
-    Int64Matrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 NOT_STORED = ("source", "predicted_s", REPLICA)
 """Columns of steps that are no integers of their own."""
@@ -162,7 +162,7 @@ def _packed(rows: Sequence[Row]) -> list[PackedInts]:
     return PackedInts.of_each(np.ascontiguousarray(values.T))
 
 
-def _matrix(rows: Sequence[Row], width: int) -> Int64Matrix:
+def _matrix(rows: Sequence[Row], width: int) -> NDArray[np.int64]:
     """[rows, width], by way of bytes: numpy looks at tuples much longer."""
     import numpy as np
 
@@ -170,7 +170,7 @@ def _matrix(rows: Sequence[Row], width: int) -> Int64Matrix:
     return np.frombuffer(b"".join([pack(*row) for row in rows]), np.int64).reshape(-1, width)
 
 
-def _whole_rows(decodes: Int64Matrix) -> Int64Matrix:
+def _whole_rows(decodes: NDArray[np.int64]) -> NDArray[np.int64]:
     """[n, WIDTH] from DECODES, [n, 17]."""
     import numpy as np
 

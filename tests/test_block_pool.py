@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from servetwin.sim.block_pool import BlockPool
+from servetwin.sim.block_pool import BlockPool, Chain
 
 
 def content(n: int) -> bytes:
@@ -176,3 +176,32 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
+
+
+def test_private_contents_are_found_by_their_request_alone() -> None:
+    """In one entry as long as nobody looks; those whose block was taken meanwhile are not found."""
+    pool = BlockPool(9)
+    table = pool.take(4, "a")
+    pool.release_own(table, Chain("a", 1, table[1:3]))
+    pool.check_integrity()
+    assert (pool.num_free, pool.num_cached_free, pool.num_cached_hashes) == (8, 2, 2)
+    assert [pool.find(("b", 1)), pool.find(("a", 3))] == [None, None]
+    assert [pool.find(("a", 1)), pool.find(("a", 2))] == table[1:3]
+    pool.check_integrity()
+    again = pool.take(6, "c")
+    assert again[4:] == [table[3], table[2]], "the end of a table is taken first"
+    assert (pool.num_evictions, pool.find(("a", 2)), pool.find(("a", 1))) == (1, None, table[1])
+
+
+def test_a_private_content_in_two_blocks_is_found_in_the_older() -> None:
+    """A request that lost its blocks and did not find them all again computes the others anew."""
+    pool = BlockPool(9)
+    first = pool.take(2, "a")
+    pool.release_own(first, Chain("a", 0, first))
+    second = pool.take(2, "a")
+    pool.release_own(second, Chain("a", 0, second))
+    assert pool.find(("a", 0)) == first[0]
+    pool.check_integrity()
+    assert (pool.num_cached_free, pool.num_cached_hashes) == (4, 2)
+    pool.take(6, "b")
+    assert (pool.find(("a", 0)), pool.find(("a", 1)), pool.num_evictions) == (second[0], second[1], 2)

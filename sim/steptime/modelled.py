@@ -140,7 +140,7 @@ class ModelledStepTimer:
         """The model says how long a step takes, and nothing else."""
         self.context_ns = self._context_ns or 0
         self.decode_ns: Callable[[int, int], int] | None = None
-        # A subclass may have other durations.
+        """Of a step of so many decode rows alone, with so many tokens of context."""
         if type(model) is ConstantStepModel or type(model) is LinearStepModel:
             self.decode_ns = model.decode_ns
         self.drafts = drafts
