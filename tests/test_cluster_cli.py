@@ -200,6 +200,17 @@ def test_a_step_source_of_one_s_own_that_is_not_modelled_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_example_of_a_router(serve: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts go to the last replica, the others to the rest."""
+    monkeypatch.syspath_prepend(str(Path("examples").resolve()))
+    code, _, err = serve("--replicas", 3, "--router", "my_router:LongPromptsApart", "--out", tmp_path / "run")
+    assert code == 0, err
+    rows = read_run(tmp_path / "run").requests
+    long = rows.num_prompt_tokens >= 2_000
+    assert long.any() and set(rows.replica[long]) == {2}
+    assert set(rows.replica[~long]) == {0, 1}
+
+
 def test_cache_resets_are_told_of_each_replica(serve: Command) -> None:
     """Each has a cache of its own."""
     code, _, err = serve("--replicas", 2, "--reset-prefix-cache-at", 1, "--reset-prefix-cache-at", 999)
