@@ -135,6 +135,14 @@ def test_a_burst_that_is_worked_off_is_no_overload() -> None:
     assert late.verdict is Verdict.BACKLOGGED
 
 
+def test_a_queue_that_stands_to_the_end_has_not_settled() -> None:
+    """A little more arrives than is served, with luck on both sides: no line, but nobody found the server free."""
+    rng = np.random.default_rng(8)
+    state = steady_state(single_server(rng.exponential(1 / 1.04, 600), rng.exponential(1.0, 600)))
+    assert state.verdict is not Verdict.STABLE
+    assert state.queued_share > 0.25
+
+
 def test_the_window_leaves_out_the_start_and_the_end() -> None:
     """10 s each, three a second: steady after 10 s; whoever comes in the last 10 s sees the engine empty."""
     n = 600

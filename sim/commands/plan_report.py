@@ -27,9 +27,10 @@ def probe_line(run: Measured) -> str:
     slo_values = ", ".join(f"{n.upper()} {_ms(v)}" for n, v in run.values.items() if v is not None)
     if run.rate == inf:
         served = run.steady.saturated_rate
-        return f"{ALL_AT_ONCE}, seed {run.seed}: " + (
-            "nobody had to wait" if served is None else f"{_rate(served)} served while others wait"
-        )
+        told = "too few had to wait to tell what can be served"
+        if served is not None:
+            told = f"{_rate(served)} served while others wait"
+        return f"{ALL_AT_ONCE}, seed {run.seed}: {told}"
     ended = f", {run.ended_early}" if run.ended_early else ""
     good = "good" if run.outcome.margin >= 0 else "too much"
     return f"{_rate(run.rate)}, seed {run.seed}: {good}; {run.verdict}{ended}; {slo_values} ms"

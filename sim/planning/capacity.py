@@ -168,13 +168,14 @@ class _ReplicaSearch:
         all_at_once = saturated if found == 1 else prober.at(inf)
         at_target = prober.at(self.target)
         below = self.probers[found - 1].at(self.target) if found - 1 in self.tried else None
+        at_once = all_at_once.steady.saturated_rate
         name, reason = _binding(at_target, below, all_at_once)
         return Capacity(
             spec=prober.spec,
             slo=self.slo,
             rate=self.target,
             replicas=found,
-            knee=all_at_once.steady.saturated_rate,
+            knee=at_once if at_once is not None and at_once >= self.target else None,
             limit=None,
             at_limit=at_target,
             beyond=below,

@@ -46,6 +46,10 @@ LARGE_QUEUE = 0.1
 on the average of the second half of a run without a steady part."""
 
 
+LONG_QUEUE = 0.25
+"""A queue that stands at the last arrival, and has for this part of the arrivals, has not settled either."""
+
+
 class Verdict(StrEnum):
     STABLE = "stable"
     BACKLOGGED = "backlogged"
@@ -136,7 +140,7 @@ def steady_state(lives: Lives) -> SteadyState:
     piled_up = growth > LEAST_GROWTH and explained > EXPLAINED and queue[-PIECES // 4 :].min() > 0.5
     if piled_up and waiting >= 2:
         verdict = Verdict.OVERLOADED
-    elif waiting > LARGE_QUEUE * len(lives.sent) or (cut is None and _is_queueing(queue, present)):
+    elif _has_backlog(lives, last, waiting) or (cut is None and _is_queueing(queue, present)):
         verdict = Verdict.BACKLOGGED
     else:
         verdict = Verdict.STABLE
@@ -213,7 +217,7 @@ def _while_queued(lives: Lives) -> Floats:
     """Instants of completion [k] during that time, in order.
 
     One turnover of those that ran when the first of them ended is left out: they started together or with fewer
-    neighbours.
+    neighbours. Nothing where that leaves less than one more turnover.
     """
     begin, end = _longest_queueing(lives.sent, lives.admitted)
     done = np.sort(lives.finish[lives.completed])
@@ -221,8 +225,11 @@ def _while_queued(lives: Lives) -> Floats:
     if not len(done):
         return done
     running = int(np.sum(lives.first_scheduled < done[0])) - int(np.sum(lives.finish < done[0]))
-    turnover = min(max(running, 1), len(done) // 2)
-    return done[turnover - 1 :] if turnover else done
+    turnover = max(running, 1)
+    if len(done) < 2 * turnover:
+        # They have not been replaced once: what is seen is the start.
+        return done[:0]
+    return done[turnover - 1 :]
 
 
 def _batch_error(done: Floats) -> float:
@@ -264,6 +271,13 @@ def _longest_queueing(sent: Floats, admitted: Floats) -> tuple[float, float]:
 def _longest(sent: Floats, admitted: Floats) -> int:
     leaves = np.sort(admitted[~np.isnan(admitted)])
     return int(np.max(np.arange(1, len(sent) + 1) - np.searchsorted(leaves, sent, side="right")))
+
+
+def _has_backlog(lives: Lives, last: float, waiting: int) -> bool:
+    """At the last arrival many wait, or some have waited for long without a break."""
+    begin, end = _longest_queueing(lives.sent, lives.admitted)
+    stands = begin < last <= end and last - begin > LONG_QUEUE * (last - float(lives.sent[0]))
+    return waiting > LARGE_QUEUE * len(lives.sent) or (stands and waiting >= 2)
 
 
 def _is_queueing(queue: Floats, present: Floats) -> bool:
