@@ -327,9 +327,8 @@ def test_requests(folder: Path, log: Run, monkeypatch: pytest.MonkeyPatch) -> No
     told = explain(log, EngineConfig.model_validate(log.config["engine"]), victim)
     assert f"request {victim}:" in app.code[0].value
     assert app.code[0].value.count(" s  waited ") == sum(m.kind == "wait" for m in told.moments) > 0
-    phases = figure(app, 1)["data"]
-    drawn = [float(numbers(phase["x"])[0]) for phase in phases]
-    np.testing.assert_allclose(drawn, [p.duration_ns / 1e6 for p in told.phases])
+    (bars,) = figure(app, 1)["data"]
+    np.testing.assert_allclose(numbers(bars["x"]), [p.duration_ns / 1e6 for p in told.phases])
 
 
 def test_bars_fill_the_life_of_a_request(data: RunData, log: Run) -> None:

@@ -25,8 +25,7 @@ def cdfs(named: Mapping[str, Distribution], limits_ms: Mapping[str, float] | Non
     """The share of samples up to each latency, a panel for each name; a limit is a line. Distributions in ns."""
     drawn = {name: d for name, d in named.items() if d.count}
     rows = max(-(-len(drawn) // COLUMNS), 1)
-    titles = [f"{name} (ms)" for name in drawn]
-    figure = make_subplots(rows=rows, cols=COLUMNS, subplot_titles=titles, vertical_spacing=0.3 / rows)
+    figure = make_subplots(rows=rows, cols=COLUMNS, vertical_spacing=0.35 / rows)
     for n, (name, distribution) in enumerate(drawn.items()):
         place = {"row": n // COLUMNS + 1, "col": n % COLUMNS + 1}
         values, shares = _quantiles(distribution)
@@ -42,7 +41,7 @@ def cdfs(named: Mapping[str, Distribution], limits_ms: Mapping[str, float] | Non
         if limits_ms and name in limits_ms:
             figure.add_vline(x=limits_ms[name], line={"color": VERMILION, "dash": "dash"}, **place)
         figure.update_yaxes(title="samples (%)" if n % COLUMNS == 0 else "", range=[0, 101], **place)
-        figure.update_xaxes(title="ms", **place)
+        figure.update_xaxes(title=f"{name} (ms)", **place)
     return figure.update_layout(
         height=PANEL_PX * rows, showlegend=False, margin={"l": 10, "r": 10, "t": 30, "b": 10}
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import plotly.graph_objects as go
 
-from servetwin.dashboard.charts.style import BLUE, GREY, ORANGE, PALETTE, RUN_TIME, VERMILION, laid_out
+from servetwin.dashboard.charts.style import BLUE, GREY, ORANGE, RUN_TIME, VERMILION, laid_out
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,10 +44,22 @@ def gantt(segments: pd.DataFrame, order: Sequence[str], window: tuple[float, flo
 
 
 def where_time_went(names: Sequence[str], durations_ms: Sequence[float]) -> go.Figure:
-    """The phases of one request as one bar."""
-    figure = go.Figure()
-    for n, (name, duration) in enumerate(zip(names, durations_ms, strict=True)):
-        color = PALETTE[n % len(PALETTE)]
-        figure.add_bar(y=["its time"], x=[duration], name=name, orientation="h", marker={"color": color})
-    laid_out(figure, "time (ms)", "", height=190)
-    return figure.update_layout(barmode="stack", hovermode="closest")
+    """The phases of one request, a bar for each in order of first appearance; they add up to its life."""
+    figure = go.Figure(
+        go.Bar(
+            y=[*names],
+            x=[*durations_ms],
+            orientation="h",
+            marker_color=[_phase_color(name) for name in names],
+            hovertemplate="%{y}: %{x:,.4g} ms<extra></extra>",
+        )
+    )
+    laid_out(figure, "time (ms)", "", height=AROUND_PX + 2 * BAR_PX * len(names))
+    figure.update_yaxes(autorange="reversed", type="category")
+    return figure.update_layout(hovermode="closest")
+
+
+def _phase_color(name: str) -> str:
+    """The colours of the lines above: phases of a story are finer, and begin with these words."""
+    words = {"waiting": "queued", "running": "prefill", "decoding": "decode", "preempted": "preempted"}
+    return next((PHASES[phase] for word, phase in words.items() if name.startswith(word)), GREY)
