@@ -136,6 +136,8 @@ def choose(folders: Sequence[Path], runs: Sequence[Path]) -> State:
         left.number_input("From (s)", key="from_s", min_value=0.0, value=None, placeholder="start")
         right.number_input("To (s)", key="to_s", min_value=0.0, value=None, placeholder="end")
         st.button("Whole run", key="whole_run", on_click=_zoom_out, disabled=_window() is None)
+        if _window() is None and st.session_state["from_s"] is not None:
+            st.warning("From is not before To: the whole run is shown.")
         _choose_replica(st.session_state["run"])
         st.selectbox(
             "Metric definitions",

@@ -615,6 +615,24 @@ def test_a_wrong_profile_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert app.get("plotly_chart")
 
 
+# ---------------------------------------------------------------- windows without anything in them
+
+
+@pytest.mark.parametrize("page", ["overview", "requests", "kv_cache", "latency", "step_time"])
+def test_a_window_behind_the_run_is_empty(folder: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is there, and no page breaks on it."""
+    app = opened(shown(monkeypatch, folder, from_="900", to_="1000", ttft="100"), page)
+    assert not app.error
+    if page == "requests":
+        assert "No request of this window" in app.info[0].value
+
+
+def test_a_window_the_wrong_way_round_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole run is shown, with a word on it."""
+    app = shown(monkeypatch, folder, from_="3", to_="1")
+    assert "From is not before To" in app.sidebar.warning[0].value
+
+
 # ---------------------------------------------------------------- older folders
 
 
