@@ -115,7 +115,7 @@ def summary_of(run: Run, columns: RunColumns) -> Mapping[str, Any]:
 
 
 class _FiguresOnly(Run):
-    """A run whose frames have only what figures need: no ids; arrivals, and events of no request."""
+    """A run whose frames have only what figures need: no ids, of events few."""
 
     def __init__(self, run: Run, columns: RunColumns) -> None:
         super().__init__(run.path, run.header)
@@ -139,16 +139,18 @@ class _FiguresOnly(Run):
         return pd.DataFrame(numbers | reasons, copy=False)
 
     def _few_events(self) -> pd.DataFrame:
-        """Arrivals, and what happened to no request; in the place of an id "-"."""
+        """Of one engine: arrivals, and what happened to no request; of several: all. In the place of an id "-"."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
         from servetwin.sim.columns import SCHEMAS, arrow_schema
 
         names = [*SCHEMAS["events"]]
+        several = len(self._columns.replicas()) > 1
         parts = [arrow_schema(SCHEMAS["events"]).empty_table()]
         for part in self._columns.parts("events", names):
-            some = part.filter(pc.or_(pc.is_null(part["request_id"]), pc.equal(part["kind"], "arrived")))
+            needed = pc.or_(pc.is_null(part["request_id"]), pc.equal(part["kind"], "arrived"))
+            some = part if several else part.filter(needed)
             named = pc.if_else(pc.is_null(some["request_id"]), pa.scalar(None, pa.string()), "-")
             parts.append(some.set_column(names.index("request_id"), "request_id", named))
         frame: pd.DataFrame = pa.concat_tables(parts).to_pandas()

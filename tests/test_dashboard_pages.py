@@ -212,6 +212,17 @@ def test_a_running_run_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert metrics(app)["Completed requests"] == "1 of 1"
 
 
+@pytest.mark.parametrize("name", ["runs/a", "fleet"])
+def test_unfinished_runs_have_the_figures_of_what_there_is(fleet: Path, tmp_path: Path, name: str) -> None:
+    """The same as the summary of the whole frames says."""
+    path = tmp_path / "cut"
+    shutil.copytree(fleet.parent / name, path)
+    (path / "summary.json").unlink()
+    header = orjson.loads((path / "run.json").read_bytes())
+    (path / "run.json").write_bytes(orjson.dumps(header | {"state": "failed", "reason": "interrupted"}))
+    assert Library().open(path).summary == summarize(read_run(path))
+
+
 def test_many_steps_are_read_by_rows(data: RunData, log: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps are too many to be made one by one, extremes and sums of their rows stay."""
     names = ("used_blocks", "running", "waiting", "free_blocks", "device_s")
