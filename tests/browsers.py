@@ -72,6 +72,9 @@ class Watched:
 
     def screenshot(self, name: str, folder: Path) -> Path:
         """The whole page as a picture in `folder`, or in the folder that the environment names."""
+        # A page of Streamlit scrolls within itself.
+        height = self.page.evaluate("document.querySelector('[data-testid=stMain]')?.scrollHeight ?? 0")
+        self.page.set_viewport_size({**SCREEN, "height": max(SCREEN["height"], height)})
         folder = Path(os.environ.get(SCREENSHOTS, folder))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.png"

@@ -13,6 +13,7 @@ from export_mutations import EXPORTS
 from kernel_mutations import KERNELS
 from mutation import Mutation
 from planning_mutations import PLANNING
+from report_mutations import REPORT
 from sweep_mutations import SWEEPS
 
 GOLDENS = "test_golden_decisions.py::test_decisions_equal_the_recorded_ones"
@@ -1151,4 +1152,4 @@ LEAPS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING + DASHBOARD + CLUSTERS
+MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING + DASHBOARD + CLUSTERS + REPORT

@@ -45,7 +45,7 @@ def report(
     if json:
         print_json({"file": str(out), "file_bytes": len(page)})
     else:
-        say(f"report {out}: {len(page) / 1e6:.1f} MB")
+        say(f"report {out}: {len(page) / 1e6:,.2f} MB")
     return 0
 
 
