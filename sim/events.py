@@ -296,36 +296,24 @@ class EventLog:
         self._note_ended(outputs, end_ns)
         self.flush_if_due()
 
-    def decoded(self, source: str, row: Row, num_steps: int, end_ns: int) -> None:
-        """Steps of sleeping rows alone, where the host takes no time: DECODES and DECODE_LISTS of `step_rows`."""
+    def ran(self, source: str, row: Row, num_steps: int, end_ns: int) -> None:
+        """Steps of sleeping rows and of those that came in; a row as `StepRows.append` wants it."""
         self._step_rows.append(source, row)
         self._steps += num_steps
         self._rows += 1
         self._last_end_ns = end_ns
 
-    def came_in(self, request_id: str, now_ns: int, hit_tokens: int, blocks: int) -> None:
-        """A request is admitted for the first time, in a step whose end `first_tokens` tells."""
+    def came_in(self, request_id: str, hit_tokens: int, blocks: int, start_ns: int, end_ns: int) -> None:
+        """A request is admitted for the first time, whole, and has its first token with the step that is told next."""
         request = self._open[request_id]
         request.blocks, request.cached_tokens = blocks, hit_tokens
-        request.first_scheduled_ns = now_ns
+        request.first_scheduled_ns = start_ns
+        request.first_token_ns = request.last_token_ns = end_ns
+        request.since_step = request.last_step = self._steps
+        request.num_output_tokens = 1
         self._rows += 1
-        self._columns["events"].add((now_ns, request_id, "scheduled", None, NEVER, hit_tokens, blocks))
-
-    def first_tokens(
-        self, request_ids: Sequence[str], source: str, row: Row, start_ns: int, end_ns: int
-    ) -> None:
-        """The step from `start_ns` to `end_ns` in which they came in, whole."""
-        step = self._steps
-        for request_id in request_ids:
-            self._waits.left(request_id, start_ns)
-            request = self._open[request_id]
-            request.first_token_ns = request.last_token_ns = end_ns
-            request.since_step = request.last_step = step
-            request.num_output_tokens = 1
-        self._step_rows.append(source, row)
-        self._steps = step + 1
-        self._rows += 1
-        self._last_end_ns = end_ns
+        self._columns["events"].add((start_ns, request_id, "scheduled", None, NEVER, hit_tokens, blocks))
+        self._waits.left(request_id, start_ns)
 
     def slept_to_its_end(self, request: Request, blocks: int, end_ns: int) -> None:
         """A request that slept got its last token with the step that was told last, and held so many blocks."""
@@ -605,7 +593,6 @@ class EventLog:
             for end_ns, gap_ns in request.odd_gaps or ():
                 self._rows += 1
                 self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER, request_id)
-
 
 def _shape_columns(shape: StepShape) -> tuple[int, ...]:
     columns: tuple[int, ...] = _SHAPE_COLUMNS(shape)

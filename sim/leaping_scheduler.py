@@ -156,7 +156,7 @@ class LeapingScheduler(Scheduler):
             if self.calendar.num_filling:
                 # What it finds may become more with every block that is filled.
                 return None
-            hits = self.kv.get_computed_blocks(request)
+            hits = self._tried_hits
             self._stuck_hits = [b for b in hits if not self.kv.pool.references(b)]
             if self._counts_refused_lookups:
                 found = request.num_tokens, len(hits) * self.kv.block_size
@@ -379,9 +379,12 @@ class LeapingScheduler(Scheduler):
         pool, phases, size, number = self.kv.pool, self.calendar.phases, self.kv.block_size, self.number
         # Who begins one in the first step, and in each after it; then a block for each, in this order.
         phase = number % size
-        turns = phases[phase:] + phases[:phase]
-        if num_steps > size:
-            turns *= -(-num_steps // size)
+        if num_steps == 1:
+            turns = [phases[phase]]
+        else:
+            turns = phases[phase:] + phases[:phase]
+            if num_steps > size:
+                turns *= -(-num_steps // size)
         next_blocks = pool.next_blocks(self.calendar.num_rows * -(-num_steps // size))
         begun_at: list[int] = []
         count = 0

@@ -56,8 +56,8 @@ class PlainSteps:
         self._scheduler, self._leaps = core.leaping, leaps
         self.in_the_air: int | None = None
         """When the step ends that has begun and whose tokens are not out."""
-        self._came_in: list[Request] = []
-        """With the step that has begun."""
+        self._came_in: list[tuple[Request, int]] = []
+        """With the step that has begun, and their tokens hit."""
         self._steps = 0
         """That have begun, and whose tokens are not out."""
 
@@ -114,9 +114,9 @@ class PlainSteps:
                 log.slept_to_its_end(request, scheduler.end_sleeper(request), now)
             scheduler.calendar.forget(last)
         if came_in:
-            for request in came_in:
+            for request, _ in came_in:
                 scheduler.fall_asleep(request)
-            self._came_in = []
+            came_in.clear()
         log.flush_if_due()
         if ending is None:
             return 0
@@ -168,7 +168,7 @@ class PlainSteps:
             *(scheduler.stuck_lookup if num_waiting else NO_LOOKUP), context, longest, steps, growth_ns,
             begun_at, evictions_at, each_ns,
         )  # fmt: skip
-        self._log.decoded(timer.source, row, steps, end_ns)
+        self._log.ran(timer.source, row, steps, end_ns)
         self._steps = steps
         scheduler.skip(steps)
         return end_ns
@@ -184,7 +184,8 @@ class PlainSteps:
         scheduler.take_blocks(1)
         tokens = pairs = contexts = hits = 0
         largest = (0, 0)
-        for _ in range(len(scheduler.waiting)):
+        came_in = self._came_in
+        while scheduler.waiting:
             request, hit_tokens = scheduler.come_in_whole(now)
             known = request.num_tokens
             new = known - hit_tokens
@@ -193,9 +194,8 @@ class PlainSteps:
             contexts += known
             hits += hit_tokens
             largest = max(largest, (new, known))
-            log.came_in(request.request_id, now, hit_tokens, len(request.block_ids))
-            self._came_in.append(request)
-        count = len(self._came_in)
+            came_in.append((request, hit_tokens))
+        count = len(came_in)
         rows = sleeping + count
         shape = StepShape(
             sleeping + tokens, rows, rows, sleeping, context, longest, tokens, count, pairs, contexts, *largest, count
@@ -212,8 +212,9 @@ class PlainSteps:
             rows, context, longest, count, pairs, contexts, *largest, count,
             1, 0, sleeping,
         )  # fmt: skip
-        ids = [request.request_id for request in self._came_in]
-        log.first_tokens(ids, self._timer.source, row, now, end_ns)
+        for request, hit_tokens in came_in:
+            log.came_in(request.request_id, hit_tokens, len(request.block_ids), now, end_ns)
+        log.ran(self._timer.source, row, 1, end_ns)
         self._steps = 1
         scheduler.skip(1)
         return end_ns

@@ -90,6 +90,8 @@ class Scheduler:
             config.scheduler.use_v2_model_runner,
             config.cache.block_size if config.cache.zero_fresh_blocks else None,
         )
+        self._tried_hits: list[int] = []
+        """What the head of the queue found in the prefix cache when it was tried last."""
         self._asks_policy = not inherits(self.policy, "may_admit")
         self._on_queued = getattr(self.policy, "on_queued", None)
         self._on_scheduled = getattr(self.policy, "on_scheduled", None)
@@ -284,7 +286,7 @@ class Scheduler:
         """Admits the head of the queue, or says why not."""
         if self._asks_policy and not self.policy.may_admit(request, self._admission_state(step, now)):
             return WaitReason.POLICY
-        hits = self.kv.get_computed_blocks(request)
+        hits = self._tried_hits = self.kv.get_computed_blocks(request)
         if self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
         ahead = len(hits) * self.kv.block_size

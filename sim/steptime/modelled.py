@@ -143,6 +143,8 @@ class ModelledStepTimer:
         """Of a step of so many decode rows alone, with so many tokens of context."""
         if type(model) is ConstantStepModel or type(model) is LinearStepModel:
             self.decode_ns = model.decode_ns
+        self._usual_ns = 0
+        """What a step of decodes took last."""
         self.drafts = drafts
         self._tokens = tokens
         self.source = source
@@ -208,6 +210,15 @@ class ModelledStepTimer:
 
         Fewer also where the model says of a later one anything else than its duration.
         """
+        if self.is_bare and self._decode_durations is not None:
+            steps = min(most, LEAP_AT_MOST)
+            if wanted_ns is not None and self._usual_ns:
+                # No leap need be as long as it could be.
+                steps = min(steps, max(wanted_ns, 0) // self._usual_ns + 2)
+            each: list[int] = np.asarray(self._decode_durations(shape, steps)).astype(np.int64).tolist()
+            if min(each) > 0:
+                self._usual_ns = each[0]
+                return LeapCosts(StepCost(0, each[0]), steps, 0, each)
         first = self.cost(shape)
         if self._context_ns is not None and self.is_bare:
             check_times(self.source, 0, self._context_ns)
