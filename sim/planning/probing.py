@@ -112,12 +112,11 @@ class Prober:
         slo: Slo,
         *,
         on_run: Callable[[Measured], None] | None = None,
-        on_progress: Callable[[int, int, int], None] | None = None,
         watch: bool = True,
     ) -> None:
         self.spec, self.slo = spec, slo
         self.simulations = 0
-        self._on_run, self._on_progress, self._watch = on_run, on_progress, watch
+        self._on_run, self._watch = on_run, watch
         self._loads: dict[int, Load] = {}
         self._known: dict[tuple[float, int], Measured] = {}
 
@@ -180,15 +179,8 @@ class Prober:
         if self._watch and not load.is_closed and self._is_beyond(rate):
             room = room_of(prepared.config, load)
             watch = SaturationWatch((load.arrivals_ns / scale).astype(np.int64), room)
-
-        def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
-            if self._on_progress is not None:
-                self._on_progress(num_steps, num_ended, now_ns)
-            if watch is not None:
-                watch(num_steps, num_ended, now_ns)
-
         self.simulations += 1
-        result = run_one(spec, on_progress=on_progress, prepared=prepared)
+        result = run_one(spec, on_progress=watch, prepared=prepared)
         return judge(result, self.slo, rate, seed, spec["metric_defs"])
 
     def _is_beyond(self, rate: float) -> bool:
