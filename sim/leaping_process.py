@@ -239,6 +239,8 @@ class LeapingProcess(Driver[LightFrame]):
         most = min(scheduler.leap_length(), most)
         if not most:
             return None
+        if scheduler.stuck_blocks is not None:
+            self.log.queued_behind()
         if in_flight:
             return self._plan_overlapped(most, event_ns)
         now, timeline = self.now, self._timeline

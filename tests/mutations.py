@@ -1095,6 +1095,14 @@ LEAPS = (
         SAME_LOG,
     ),
     Mutation(
+        "who comes while the head is stuck has no reason to wait",
+        0,
+        "sim/leaping_process.py",
+        "            self.log.queued_behind()\n",
+        "            pass\n",
+        ("test_leaping.py::test_who_comes_while_the_head_is_stuck_waits_behind_it",),
+    ),
+    Mutation(
         "a leap with steps in flight takes the token that an abort forbids",
         0,
         "sim/overlap.py",
@@ -1152,4 +1160,6 @@ LEAPS = (
     ),
 )
 
-MUTATIONS = SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING + DASHBOARD + CLUSTERS + REPORT
+MUTATIONS = (
+    SCHEDULING + OTHERS + LEAPS + KERNELS + SWEEPS + EXPORTS + PLANNING + DASHBOARD + CLUSTERS + REPORT
+)

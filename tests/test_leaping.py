@@ -157,6 +157,17 @@ def test_a_queue_that_cannot_move_is_leapt_over() -> None:
     assert many > 0.9 * steps
 
 
+@pytest.mark.parametrize("log_blocks", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_who_comes_while_the_head_is_stuck_waits_behind_it(async_scheduling: bool, log_blocks: bool) -> None:
+    """An arrival ends a leap, and the next one begins without a look at the queue."""
+    config = engine_config(max_model_len=200, max_num_seqs=1, async_scheduling=async_scheduling)
+    requests = [spec("a", 8, 60), spec("b", 8, 60), spec("c", 8, 3, 10), spec("d", 8, 3, 20.5)]
+    case = Case(config, requests, ConstantStepModel(10**9), None, log_blocks, [], None, 0, 1000)
+    waits = assert_the_same(case).events.query("kind == 'wait'").set_index("request_id")
+    assert waits.reason.loc["d"].iloc[0] == "head of line"
+
+
 def test_a_leap_waits_for_a_worker_that_turns_around() -> None:
     """With fewer rows the update is over sooner, so the worker comes later after it than in the steps before."""
     host = LinearHostModel(update_per_row_ns=500_000_000)
