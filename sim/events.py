@@ -594,6 +594,7 @@ class EventLog:
                 self._rows += 1
                 self._columns["itl"].append(end_ns, gap_ns, -1, NEVER, NEVER, request_id)
 
+
 def _shape_columns(shape: StepShape) -> tuple[int, ...]:
     columns: tuple[int, ...] = _SHAPE_COLUMNS(shape)
     return columns

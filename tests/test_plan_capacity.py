@@ -239,3 +239,13 @@ def test_attainment_counts_requests_that_keep_all_limits(folder: Path) -> None:
 def test_limits_that_cannot_be_meant_are_refused(given: dict[str, float], message: str) -> None:
     with pytest.raises(SloError, match=message):
         Slo(**given)  # type: ignore[arg-type]
+
+
+def test_a_short_run_does_not_hide_that_its_queue_grows(folder: Path) -> None:
+    """One seat, 0.1 s a request, and limits that 400 requests at a little more than 10/s would keep."""
+    spec = spec_of(folder, "short", evenly(400), 1).with_(max_num_seqs=1, step_time_s=0.1)
+    found = largest_load(spec, Slo(ttft_ms=300, percentile=90), Effort())
+    assert found.knee == pytest.approx(10)
+    assert found.rate is not None and 9.9 < found.rate < 10
+    assert found.at_limit is not None and found.at_limit.rate == found.rate
+    assert found.simulations < 15

@@ -108,8 +108,11 @@ def largest_load(spec: RunSpec, slo: Slo, effort: Effort, on_run: OnRun | None =
         ceiling=knee,
         tolerance=effort.tolerance,
         seeds=seeds,
-        max_probes=max(effort.budget(len(seeds)) - prober.simulations, 2),
+        # One is kept for a look below the knee.
+        max_probes=max(effort.budget(len(seeds)) - prober.simulations - 1, 2),
     )
+    if knee is not None:
+        limit = _below_the_knee(prober, limit, knee, effort.tolerance)
     if limit.rate is not None and knee is not None and limit.rate > knee * (1 + effort.tolerance):
         notes += (
             f"all at once {knee:.4g} requests/s are served, which is less than at the limit: the engine loses "
@@ -134,6 +137,21 @@ def largest_load(spec: RunSpec, slo: Slo, effort: Effort, on_run: OnRun | None =
         notes=notes,
         simulations=prober.simulations,
     )
+
+
+def _below_the_knee(prober: Prober, limit: Limit, knee: float, tolerance: float) -> Limit:
+    """A rate just beyond the knee is good only because the run is over before its queue has grown: one just below it."""
+    if limit.rate is None or not knee <= limit.rate <= knee * (1 + tolerance):
+        return limit
+    rates = [p.rate for p in limit.points if p.is_good and knee * (1 - tolerance / 4) <= p.rate < knee]
+    if rates:
+        return replace(limit, rate=max(rates))
+    below = Point(knee * (1 - tolerance / 10))
+    below.outcomes[prober.seed] = prober(below.rate, prober.seed)
+    if not below.is_good:
+        return limit
+    points = sorted((*limit.points, below), key=lambda point: point.rate)
+    return replace(limit, rate=below.rate, points=tuple(points))
 
 
 def fewest_replicas(
