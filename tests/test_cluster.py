@@ -27,7 +27,7 @@ from servetwin.sim.token_source import TokenSource
 from servetwin.sim.token_times import OutputTimes
 from servetwin.workloads import ListWorkload, RequestSpec
 
-FEW = settings(max_examples=max(settings().max_examples // 12, 1))
+FEW = settings(max_examples=max(settings().max_examples // 30, 1))
 """Each example is three runs of several engines."""
 
 
@@ -66,7 +66,7 @@ def test_a_cluster_is_the_same_with_leaps(case: ClusterCase) -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(cluster_cases())
 def test_many_clusters_are_the_same_with_leaps(case: ClusterCase) -> None:
     """The same, more often."""
