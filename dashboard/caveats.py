@@ -7,16 +7,18 @@ from typing import Any
 from servetwin.sim.runs import Run
 
 STATES = {
-    "running": "The run was still going on: figures cover what it had written so far.",
-    "partial": "The run was cut short (its process was killed): figures cover what it had written.",
-    "failed": "The run failed: figures cover what it had written.",
+    "running": "This run is still going on: figures cover what it has written so far.",
+    "partial": "This run was cut short: figures cover what it had written.",
+    "failed": "This run failed: figures cover what it had written.",
 }
+INTERRUPTED = "This run was interrupted: figures cover what it had written."
+EXECUTED = "Recorded plans were executed here without a scheduler: there are steps, but no requests."
 
 
 def caveats(run: Run, summary: dict[str, Any]) -> list[str]:
     """Most important first: state, where step times come from, what was assumed, what the figures leave out."""
     return [
-        *_state(run),
+        *([note] if (note := state_note(run)) else []),
         *_step_times(run, summary["servetwin"]),
         *summary["servetwin"].get("notes", ()),
         *(f"Assumed: {text}." for text in run.header.get("assumed", ())),
@@ -25,25 +27,24 @@ def caveats(run: Run, summary: dict[str, Any]) -> list[str]:
     ]
 
 
-def _state(run: Run) -> list[str]:
+def state_note(run: Run) -> str | None:
+    """What a run that is not complete lacks; None for one that is."""
     if run.state == "complete":
-        return []
+        return None
     if run.reason == "interrupted":
-        return ["The run was interrupted: figures cover what it had written."]
-    return [STATES[run.state] + (f" Reason: {run.reason}." if run.reason else "")]
+        return INTERRUPTED
+    return STATES[run.state] + (f" Reason: {run.reason}." if run.reason else "")
 
 
 def _step_times(run: Run, ours: dict[str, Any]) -> list[str]:
     source = str(run.header.get("step_time_source", run.config.get("executor", "unknown")))
     found = []
     if "execute" in run.config:
-        found.append(
-            "Recorded plans were executed here without a scheduler: there are steps, but no requests."
-        )
+        found.append(EXECUTED)
     elif run.config.get("live"):
-        found.append("Served on the wall clock by the real executor: times are measured on this machine.")
+        found.append("Served on the wall clock by the real executor: times are those of the machine it ran on.")
     elif source == "torch":
-        found.append("Steps were run for real and measured on this machine; idle time was skipped.")
+        found.append("Steps were run for real and measured on the machine they ran on; idle time was skipped.")
     elif source == "constant":
         found.append(
             "Every step took the same time, which was chosen: latencies show the scheduling, not a machine."
@@ -51,7 +52,7 @@ def _step_times(run: Run, ours: dict[str, Any]) -> list[str]:
     elif source == "roofline":
         found.append("Step times are an estimate from published peaks, not a measurement.")
     else:
-        found.append(f"Step times are modelled ({source}), not measured in this run.")
+        found.append(f"Step times come from {source}; they were not measured in this run.")
     if outside := ours["predicted_outside_steps"]:
         found.append(
             f"{outside:,} of {ours['steps']:,} steps lie outside the measured region: their times are guesses."

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import streamlit as st
 
+from servetwin.dashboard.caveats import EXECUTED, state_note
 from servetwin.dashboard.run_data import RunData
 from servetwin.dashboard.step_view import StepView
 from servetwin.dashboard.words import counted
-
-STATES = {
-    "running": "This run is still going on: figures cover what it has written so far.",
-    "partial": "This run was cut short: figures cover what it had written.",
-    "failed": "This run failed: figures cover what it had written.",
-}
 
 
 def run_notes(data: RunData) -> None:
     """State, reason, and what kind of run it is where that is not the usual one."""
     run = data.run
     if "execute" in run.config:
-        st.info("Recorded plans were executed here without a scheduler: there are steps, but no requests.")
-    if run.state == "complete":
-        return
-    if run.reason == "interrupted":
-        st.warning("This run was interrupted: figures cover what it had written.")
-        return
-    st.warning(STATES[run.state] + (f" Reason: {run.reason}." if run.reason else ""))
+        st.info(EXECUTED)
+    if note := state_note(run):
+        st.warning(note)
 
 
 def drawn_from(view: StepView, hint: str = "") -> None:

@@ -15,6 +15,7 @@ from servetwin.dashboard import report_page as html
 from servetwin.dashboard.caveats import caveats
 from servetwin.dashboard.library import Library
 from servetwin.dashboard.report_charts import ReportChart, report_charts
+from servetwin.dashboard.words import NO_DATA, percent, quantity
 from servetwin.sim.definitions import DEFINITIONS
 from servetwin.sim.metrics import summarize
 from servetwin.sim.runs import Run
@@ -85,20 +86,20 @@ def _key_figures(summary: dict[str, Any]) -> dict[str, str]:
     ours = summary["servetwin"]
     return {
         "completed requests": f"{summary['completed']:,} of {summary['completed'] + summary['failed']:,}",
-        "duration": _text(summary["duration"], " s"),
-        "request throughput": _text(summary["request_throughput"], " requests/s"),
-        "output throughput": _text(summary["output_throughput"], " tokens/s"),
-        "total throughput": _text(summary["total_token_throughput"], " tokens/s"),
-        "median TTFT": _text(summary["median_ttft_ms"], " ms"),
-        "p99 TTFT": _text(summary["p99_ttft_ms"], " ms"),
-        "median TPOT": _text(summary["median_tpot_ms"], " ms"),
-        "p99 TPOT": _text(summary["p99_tpot_ms"], " ms"),
+        "duration": quantity(summary["duration"], " s"),
+        "request throughput": quantity(summary["request_throughput"], " requests/s"),
+        "output throughput": quantity(summary["output_throughput"], " tokens/s"),
+        "total throughput": quantity(summary["total_token_throughput"], " tokens/s"),
+        "median TTFT": quantity(summary["median_ttft_ms"], " ms"),
+        "p99 TTFT": quantity(summary["p99_ttft_ms"], " ms"),
+        "median TPOT": quantity(summary["median_tpot_ms"], " ms"),
+        "p99 TPOT": quantity(summary["p99_tpot_ms"], " ms"),
         "steps": f"{ours['steps']:,}",
-        "busy time": _text(summary["busy_time_s"], " s"),
+        "busy time": quantity(summary["busy_time_s"], " s"),
         "preemptions": f"{ours['preemptions']:,}",
-        "recomputed tokens": f"{ours['recomputed_tokens']:,} ({_percent(ours['recomputed_fraction'])})",
-        "prompt tokens from the prefix cache": _percent(ours["cached_prompt_fraction"]),
-        "peak KV use": _percent(ours["kv_peak_used_fraction"]),
+        "recomputed tokens": f"{ours['recomputed_tokens']:,} ({percent(ours['recomputed_fraction'])})",
+        "prompt tokens from the prefix cache": percent(ours["cached_prompt_fraction"]),
+        "peak KV use": percent(ours["kv_peak_used_fraction"]),
         "evictions": f"{ours['evictions']:,}",
     }
 
@@ -129,17 +130,9 @@ def _formulas(ours: dict[str, Any]) -> str:
 
 
 def _cell(value: float | None) -> str:
-    return html.NO_DATA if value is None else _number(value, 6)
-
-
-def _text(value: float | None, unit: str) -> str:
-    return html.NO_DATA if value is None else f"{_number(value, 4)}{unit}"
+    return NO_DATA if value is None else _number(value, 6)
 
 
 def _number(value: float, digits: int) -> str:
     """So many significant digits, whole numbers whole: no exponents among the figures of a run."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:,.{digits}g}"
-
-
-def _percent(value: float | None) -> str:
-    return html.NO_DATA if value is None else f"{value:.1%}"

@@ -15,7 +15,6 @@ from servetwin.dashboard.report_charts import ReportChart
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """The browser refuses every request to a network, whatever stands in the page."""
-NO_DATA = "no data"
 AXIS = {"automargin": True, "title": {"standoff": 12}, "zeroline": False}
 TEMPLATE = {"layout": {"xaxis": AXIS, "yaxis": AXIS}}
 """In the place of Plotly's own, whose light grounds a dark page would keep; colours are those of the page."""

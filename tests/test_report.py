@@ -114,7 +114,7 @@ def test_caveats_stand_on_top(folder: Path, tmp_path: Path) -> None:
     header |= {"state": "failed", "reason": "interrupted", "parts": {}, "step_time_source": "roofline"}
     (broken / "run.json").write_text(json.dumps(header))
     items = Shown(report(broken)).texts["li"]
-    assert items[0] == "The run was interrupted: figures cover what it had written."
+    assert items[0] == "This run was interrupted: figures cover what it had written."
     assert "Step times are an estimate from published peaks, not a measurement." in items
 
 
