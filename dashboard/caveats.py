@@ -42,9 +42,13 @@ def _step_times(run: Run, ours: dict[str, Any]) -> list[str]:
     if "execute" in run.config:
         found.append(EXECUTED)
     elif run.config.get("live"):
-        found.append("Served on the wall clock by the real executor: times are those of the machine it ran on.")
+        found.append(
+            "Served on the wall clock by the real executor: times are those of the machine it ran on."
+        )
     elif source == "torch":
-        found.append("Steps were run for real and measured on the machine they ran on; idle time was skipped.")
+        found.append(
+            "Steps were run for real and measured on the machine they ran on; idle time was skipped."
+        )
     elif source == "constant":
         found.append(
             "Every step took the same time, which was chosen: latencies show the scheduling, not a machine."
