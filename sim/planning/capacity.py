@@ -140,7 +140,7 @@ def largest_load(spec: RunSpec, slo: Slo, effort: Effort, on_run: OnRun | None =
 
 
 def _below_the_knee(prober: Prober, limit: Limit, knee: float, tolerance: float) -> Limit:
-    """One just below the knee for a rate just beyond it, good only because the run is over before its queue has grown."""
+    """One just below the knee for a rate just beyond it, good only as the run ends before its queue has grown."""
     if limit.rate is None or not knee <= limit.rate <= knee * (1 + tolerance):
         return limit
     rates = [p.rate for p in limit.points if p.is_good and knee * (1 - tolerance / 4) <= p.rate < knee]
