@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections import deque
 
 from servetwin.sim.units import seconds_to_ns
 from servetwin.workloads.spec import RequestSpec, Workload
@@ -31,27 +32,34 @@ class Feed(ABC):
 
 
 class Arrivals(Feed):
-    """The client's side: requests that the workload has named and that have not been sent, earliest first."""
+    """The client's side: requests that the workload has named and that the engine has not taken in, earliest first."""
 
     def __init__(self, workload: Workload, max_concurrency: int | None) -> None:
         self._workload = workload
         self._open_loop = bool(getattr(workload, "open_loop", False))
         self._ahead: list[tuple[int, int, RequestSpec]] = []
+        self._sent: deque[tuple[RequestSpec, int]] = deque()
+        """On their way while the engine was busy, each with its time; they count as in flight."""
         self._count = 0
+        self._is_limited = max_concurrency is not None
         self._free = float("inf") if max_concurrency is None else max_concurrency
         self._free_since_ns = 0
         self._pull()
 
     def pop(self) -> tuple[RequestSpec, int]:
         """The next request, and when it is sent: at its arrival, or when another's end let it go."""
-        arrival_ns, _, spec = heapq.heappop(self._ahead)
-        self._free -= 1
-        sent_ns = max(arrival_ns, self._free_since_ns)
-        self._pull()
-        return spec, sent_ns
+        if not self._sent:
+            self._send()
+        sent = self._sent.popleft()
+        self._look()
+        return sent
 
     def finished(self, request_id: str, now_ns: int) -> None:
         """A request has ended."""
+        if self._is_limited:
+            # The engine looks at its end of a step only; who was sent before was in flight.
+            while self._may_send() and max(self._ahead[0][0], self._free_since_ns) < now_ns:
+                self._send()
         if self._free < 1:
             self._free_since_ns = now_ns
         self._free += 1
@@ -62,6 +70,15 @@ class Arrivals(Feed):
             # A closed loop may now know a request that is due before those it named already.
             self._pull()
 
+    def _may_send(self) -> bool:
+        return bool(self._ahead) and self._free >= 1
+
+    def _send(self) -> None:
+        arrival_ns, _, spec = heapq.heappop(self._ahead)
+        self._free -= 1
+        self._sent.append((spec, max(arrival_ns, self._free_since_ns)))
+        self._pull()
+
     def _pull(self) -> None:
         spec = self._workload.next()
         if spec is not None:
@@ -70,10 +87,12 @@ class Arrivals(Feed):
         self._look()
 
     def _look(self) -> None:
-        if not self._ahead or self._free < 1:
-            self.due_ns = None
-        else:
+        if self._sent:
+            self.due_ns = self._sent[0][1]
+        elif self._may_send():
             self.due_ns = max(self._ahead[0][0], self._free_since_ns)
+        else:
+            self.due_ns = None
 
 
 class OpenLoop(Arrivals):

@@ -292,9 +292,9 @@ def test_a_client_with_a_limit_sends_late_and_both_latencies_are_told() -> None:
 def test_never_more_than_the_limit_are_in_flight_and_none_waits_without_need(
     arrivals: list[int], limit: int
 ) -> None:
-    """Whoever was held back is sent in the instant in which another ends, in order of arrival."""
+    """Whoever was held back is sent in the instant in which another ends, in order of arrival; also within steps."""
     ran = serve(
-        ListWorkload([lone(i, t / 4, 1 + i % 3) for i, t in enumerate(arrivals)]),
+        ListWorkload([lone(i, t / 8, 1 + i % 3) for i, t in enumerate(arrivals)]),
         max_concurrency=limit,
         step_s=0.25,
     )
