@@ -27,7 +27,8 @@ STOP = "stop"
 def hold(arguments: list[str], stdin: TextIO) -> int:
     """Runs it until it ends or is to end; returns its exit code (128 + N: killed by signal N)."""
     orders: SimpleQueue[str] = SimpleQueue()
-    threading.Thread(target=_listen, args=(stdin, orders), daemon=True).start()
+    listener = threading.Thread(target=_listen, args=(stdin, orders), daemon=True)
+    listener.start()
     # A group of its own: a Ctrl-C in the server's terminal reaches the run once, through the end of stdin.
     run = subprocess.Popen(
         [*SERVETWIN, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
@@ -35,6 +36,9 @@ def hold(arguments: list[str], stdin: TextIO) -> int:
     kill_at_s = None
     while run.poll() is None:
         order = _next(orders)
+        if order is None and kill_at_s is None and not listener.is_alive():
+            # However it came to its end: nobody could tell us to stop any more.
+            order = STOP
         if order == STOP and kill_at_s is None:
             kill_at_s = time.monotonic() + GRACE_S
         _carry_out(order, run)
@@ -45,9 +49,9 @@ def hold(arguments: list[str], stdin: TextIO) -> int:
 
 
 def _listen(stdin: TextIO, orders: SimpleQueue[str]) -> None:
+    """Its end is that of stdin."""
     for line in stdin:
         orders.put(line.strip())
-    orders.put(STOP)
 
 
 def _next(orders: SimpleQueue[str]) -> str | None:

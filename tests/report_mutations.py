@@ -35,8 +35,8 @@ REPORT = (
         "a run outlives the server that started it",
         0,
         "dashboard/leash.py",
-        "        orders.put(line.strip())\n    orders.put(STOP)\n",
-        "        orders.put(line.strip())\n",
+        "kill_at_s is None and not listener.is_alive():",
+        "kill_at_s is None and not listener:",
         (f"{LIVE}::test_no_run_outlives_who_started_it[15]",),
     ),
     Mutation(

@@ -146,7 +146,7 @@ def test_what_all_prompts_begin_with_draws_nobody() -> None:
 
 def test_a_router_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class beside the data, with a state of its own."""
-    (tmp_path / "my_router.py").write_text(
+    (tmp_path / "routers_of_a_test.py").write_text(
         "class Last:\n"
         "    def __init__(self, seed): self.seed = seed\n"
         "    def choose(self, spec, replicas, now_ns): return replicas[-1].index\n"
@@ -160,13 +160,13 @@ def test_a_router_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "word = 'x'\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert load_router("my_router:Last", 3).choose(spec("r", 1, 1), views(0, 0), 0) == 1
+    assert load_router("routers_of_a_test:Last", 3).choose(spec("r", 1, 1), views(0, 0), 0) == 1
     for name, problem in {
-        "my_router:Silent": "has no method choose",
-        "my_router:Seedless": "cannot be built with seed=0: TypeError",
-        "my_router:Short": "choose must take",
-        "my_router:word": "is a str; wanted: a class",
-        "my_router:nothing": "has no attribute 'nothing'",
+        "routers_of_a_test:Silent": "has no method choose",
+        "routers_of_a_test:Seedless": "cannot be built with seed=0: TypeError",
+        "routers_of_a_test:Short": "choose must take",
+        "routers_of_a_test:word": "is a str; wanted: a class",
+        "routers_of_a_test:nothing": "has no attribute 'nothing'",
         "fastest": "is not known; allowed: random, round_robin",
     }.items():
         with pytest.raises(PluginError, match=problem):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,7 +105,7 @@ def _header(run: Run, label: str | None) -> dict[str, Any]:
     model = run.config.get("engine", {}).get("model", {}).get("name")
     rate, burstiness = _rate(run)
     return {
-        "date": datetime.fromisoformat(run.header["wall_started"]).strftime("%Y%m%d-%H%M%S"),
+        "date": _compact(run.header["wall_started"]),
         "endpoint_type": BACKEND,
         "backend": BACKEND,
         "label": label,
@@ -117,6 +116,12 @@ def _header(run: Run, label: str | None) -> dict[str, Any]:
         "burstiness": burstiness,
         "max_concurrency": run.config.get("max_concurrency"),
     }
+
+
+def _compact(instant: str) -> str:
+    """20261130-225802 of an instant in ISO 8601."""
+    day, time = re.sub("[-:]", "", instant).split("T")
+    return f"{day}-{time[:6]}"
 
 
 def _rate(run: Run) -> tuple[float | str | None, float | None]:
