@@ -195,6 +195,8 @@ def test_a_request_that_was_held_back_counts_from_its_sending(
         (["--goodput", "itl:5"], "--goodput 'itl:5': must be NAME:MS"),
         (["--metadata", "gpu"], "--metadata 'gpu': must be KEY=VALUE"),
         (["--metadata", "duration=3"], "metadata 'duration' is a key of the result itself"),
+        (["--metadata", "mean_ttft_ms=3"], "metadata 'mean_ttft_ms' is a key of the result itself"),
+        (["--metadata", "ttfts=3"], "metadata 'ttfts' is a key of the result itself"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

@@ -49,6 +49,8 @@ DRAFTING = (
     "spec_decode_draft_tokens",
     "spec_decode_accepted_tokens",
 )
+ARRAYS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
+"""One entry a request; no other keys may have these names, also where the arrays are left out."""
 ROWS_AT_ONCE = 4096
 _RATE = re.compile(r"\brate_per_s=(inf|[\d.]+(?:e[+-]?\d+)?)")
 _SHAPE = re.compile(r"\b(burstiness|cv)=([\d.]+(?:e[+-]?\d+)?)")
@@ -95,10 +97,11 @@ def _scalars(
     if drafting:
         # Which position of a draft was accepted is not in the log.
         drafting["spec_decode_per_position_acceptance_rates"] = None
-    taken = header.keys() | totals.keys()
+    statistics = _statistics(run, percentiles)
+    taken = {*header, *totals, *statistics, *drafting, *ARRAYS}
     if both := sorted(taken & metadata.keys()):
         raise ValueError(f"metadata {both[0]!r} is a key of the result itself")
-    return {**header, **metadata, **totals, **_statistics(run, percentiles), **drafting}
+    return {**header, **metadata, **totals, **statistics, **drafting}
 
 
 def _header(run: Run, label: str | None) -> dict[str, Any]:
