@@ -39,5 +39,5 @@ def version_of(path: Path) -> int:
     """When the run last wrote something, in ns; RunFolderError where there is no run."""
     try:
         return (path / HEADER).stat().st_mtime_ns
-    except FileNotFoundError as e:
+    except (FileNotFoundError, NotADirectoryError) as e:
         raise RunFolderError(f"{path} is not a run folder: it has no {HEADER}") from e

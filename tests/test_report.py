@@ -167,6 +167,8 @@ def test_the_command_writes_whole_files_and_refuses_others(
     refused = {
         ("report", str(folder), "-o", str(out)): "exists; choose another file, or --overwrite it",
         ("report", str(tmp_path), "-o", str(tmp_path / "new.html")): "is not a run folder",
+        ("report", str(out), "-o", str(tmp_path / "new.html")): "is not a run folder",
+        ("report", str(folder), "-o", "-"): "--out -: must be the name of an HTML file",
         ("report", str(folder), "-o", str(tmp_path)): "is a folder",
         ("report", str(folder), "-o", str(tmp_path / "no" / "new.html")): "there is no folder",
         (

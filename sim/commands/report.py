@@ -16,7 +16,9 @@ def report(
     ],
     /,
     *,
-    out: Annotated[Path, Parameter(name=("--out", "-o"), help="HTML file to write.")],
+    out: Annotated[
+        Path, Parameter(name=("--out", "-o"), help="HTML file to write.", allow_leading_hyphen=True)
+    ],
     overwrite: Annotated[bool, Parameter(negative=(), help="Replace the file of --out.")] = False,
     metric_defs: Annotated[
         str | None,
@@ -53,6 +55,8 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
     """Raises UsageError when no report can be written there."""
     from servetwin.sim.commands.errors import UsageError
 
+    if str(out).startswith("-"):
+        raise UsageError(f"--out {out}: must be the name of an HTML file")
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder; it takes the name of an HTML file")
     if out.exists() and not overwrite:
