@@ -122,6 +122,9 @@ def test_the_page_of_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found["Cost"] == "4 USD/h"
     assert found["Headroom to the knee"] == "10.0%"
     assert len(app.get("plotly_chart")) == 3
+    cost = json.loads(app.get("plotly_chart")[1].proto.spec)["layout"]
+    assert cost["xaxis"]["title"]["text"] == "usd_per_million_output_tokens (USD)"
+    assert cost["yaxis"]["title"]["text"] == "max_request_rate (requests/s)"
     assert any("TTFT 500 ms (p95)" in caption.value for caption in app.caption)
     assert any(code.value == "vllm serve MODEL" for code in app.code)
     write_plan(tmp_path / "plan.json", feasible=False, nearest={"rate": 0.5})

@@ -28,7 +28,8 @@ FOUND_TTL_S = 5.0
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 PREFERRED = ("p99_ttft_ms", "output_throughput")
 UNITS = {**RUN_FIGURES, "usd_per_hour": "USD/h", "usd_per_million_output_tokens": "USD"}
-UNITS |= {"request_rate": "requests/s", "gpu_hours_per_million_requests": "GPU h"}
+UNITS |= {"request_rate": "requests/s", "max_request_rate": "requests/s"}
+UNITS |= {"gpu_hours_per_million_requests": "GPU h"}
 UNITS = {name: unit for name, unit in UNITS.items() if unit != "1"}
 
 
