@@ -76,10 +76,11 @@ def _so_far(run: Run) -> dict[str, Any]:
 
 
 def _verdict(run: Run) -> str | None:
-    """stable, backlogged or overloaded; None for fewer than two requests."""
+    """stable, backlogged or overloaded; None for fewer than two requests, and where none was served."""
     columns = RunColumns(run)
     sent, arrival = (columns.numbers("requests", name) for name in ("sent_s", "arrival_s"))
-    if len(arrival) < 2:
+    served = completed(columns)
+    if len(arrival) < 2 or not served.any():
         return None
     order = np.argsort(arrival, kind="stable")
 
@@ -90,7 +91,7 @@ def _verdict(run: Run) -> str | None:
         sent=ns(np.where(np.isnan(sent), arrival, sent)),
         first_scheduled=ns(columns.numbers("requests", "first_scheduled_s")),
         finish=ns(columns.numbers("requests", "finish_s")),
-        completed=completed(columns)[order],
+        completed=served[order],
     )
     return str(steady_state(lives).verdict)
 

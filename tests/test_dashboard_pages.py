@@ -189,6 +189,8 @@ def test_asynchronous_runs_have_lanes(folder: Path, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(numbers(device["base"]), steps.device_start_s[: len(numbers(device["x"]))])
     np.testing.assert_allclose(numbers(device["x"]), 0.01)
     assert len(shown(monkeypatch, folder).get("plotly_chart")) == len(app.get("plotly_chart")) - 1
+    legend = figure(app, 1)["layout"]["legend"]
+    assert legend["y"] > 1 and legend["yanchor"] == "bottom", "it would cover the lane of the device"
 
 
 def test_what_a_profile_foretells_is_drawn(
@@ -304,6 +306,18 @@ def test_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     differing = app.dataframe[1].value
     assert differing.loc["config.engine.scheduler.async_scheduling"].to_list() == ["False", "True"]
     assert len(differing) == 1
+
+
+def test_a_run_that_served_nobody_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request is refused: there is no queue that could have been stable."""
+    lines = [
+        {"request_id": f"r{n}", "arrival_s": n, "prompt_tokens": 900, "output_tokens": 5} for n in range(4)
+    ]
+    workload = tmp_path / "workload.jsonl"
+    workload.write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    assert run(["run", str(workload), *RUN_FLAGS, "--out", str(tmp_path / "runs" / "refused")]) == 0
+    row = opened(shown(monkeypatch, tmp_path / "runs"), "runs").dataframe[0].value.iloc[0]
+    assert (row["state"], row["requests"], row["verdict"]) == ("complete", 4, None)
 
 
 def test_runs_that_cannot_be_read_are_rows_too(
@@ -559,6 +573,23 @@ def test_latencies(folder: Path, log: Run, metric_defs: str, monkeypatch: pytest
             assert float(table.loc[label, statistic].replace(",", "")) == pytest.approx(value, rel=1e-5), (
                 label
             )
+
+
+def test_distributions_are_those_of_the_requests(
+    folder: Path, log: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share that is drawn at any latency is that of the requests up to it, also between two of them."""
+    spec = figure(opened(shown(monkeypatch, folder), "latency"))
+    done = log.requests[log.requests.finish_reason == "length"]
+    for label, end_s in (("TTFT", done.first_token_s), ("E2E", done.last_token_s)):
+        samples = np.sort(1e3 * (end_s - done.arrival_s).to_numpy())
+        drawn = trace(spec, label)
+        assert drawn["line"]["shape"] == "hv", "a slope between two samples would be a share that nobody has"
+        x, y = numbers(drawn["x"]), numbers(drawn["y"])
+        assert (x[0], y[0]) == (pytest.approx(samples[0]), 0)
+        between = np.concatenate([samples + 1e-6, (samples[1:] + samples[:-1]) / 2 + 1e-6])
+        expected = 100 * np.searchsorted(samples, between, side="right") / len(samples)
+        np.testing.assert_allclose(y[np.searchsorted(x, between, side="right") - 1], expected)
 
 
 def test_limits(folder: Path, log: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ def cdfs(named: Mapping[str, Distribution], limits_ms: Mapping[str, float] | Non
             y=100 * shares,
             mode="lines",
             name=name,
-            line={"color": PALETTE[n % len(PALETTE)]},
+            # Between two samples the share does not rise.
+            line={"color": PALETTE[n % len(PALETTE)], "shape": "hv"},
             hovertemplate="%{y:.2f} % up to %{x:.4g} ms<extra></extra>",
             **place,
         )
@@ -81,8 +82,8 @@ def attainment_over_time(begins_s: Floats, came: Sequence[float] | Floats, share
 
 
 def _quantiles(distribution: Distribution) -> tuple[Floats, Floats]:
-    """Values and cumulative shares at equidistant shares, with the ends and the far tail."""
+    """Values and cumulative shares at equidistant shares, from 0 at the least value, with the far tail."""
     wanted = np.unique(np.concatenate([np.linspace(0, 1, QUANTILES), TAIL]))
     ranks = np.clip(np.ceil(wanted * distribution.count), 1, distribution.count)
     values = distribution.values[np.searchsorted(distribution.cumulative, ranks)]
-    return values, ranks / distribution.count
+    return np.concatenate([values[:1], values]), np.concatenate([[0.0], ranks / distribution.count])

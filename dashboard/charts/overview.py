@@ -106,7 +106,9 @@ def lanes(steps: pd.DataFrame) -> go.Figure:
             hovertemplate="step %{customdata[0]}, %{customdata[1]} rows<br>from %{base:.6f} s, %{x:.6f} s long",
         )
     laid_out(figure, RUN_TIME, "", height=220)
-    return figure.update_layout(barmode="overlay", hovermode="closest")
+    # So low a figure has no room for the legend where it stands elsewhere: it would cover a lane.
+    legend = {"y": 1.02, "yanchor": "bottom"}
+    return figure.update_layout(barmode="overlay", hovermode="closest", legend=legend)
 
 
 def _request_lines(steps: pd.DataFrame) -> list[Line]:
