@@ -102,7 +102,7 @@ def _kv_cache(data: RunData) -> Iterator[ReportChart]:
         yield ReportChart(
             "Evictions from the prefix cache",
             f"{int(counts.sum()):,} blocks whose cached content gave way to new content.",
-            kv.evictions(begins_s, counts),
+            kv.evictions(begins_s, counts, data.span_s),
             over_time=True,
         )
     res = data.residencies

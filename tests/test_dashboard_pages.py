@@ -547,6 +547,31 @@ def test_views_of_the_kv_cache_open(folder: Path, view: str, monkeypatch: pytest
     assert not app.error
 
 
+def test_evictions_share_their_axis_with_the_occupancy(
+    folder: Path, log: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window is the axis, whenever the first and the last content are evicted; all of its evictions are drawn."""
+    low, high = 0.5, 1.5
+    app = opened(shown(monkeypatch, folder, **{"from": str(low), "to": str(high)}), "kv_cache")
+    spec = figure(app, 1)
+    assert spec["layout"]["xaxis"]["range"] == [low, high]
+    inside = log.steps[(log.steps.start_s >= low) & (log.steps.start_s <= high)]
+    assert 0 < numbers(spec["data"][0]["y"]).sum() == inside.evictions.sum()
+
+
+def test_the_least_bar_of_hits_can_be_seen(
+    folder: Path, res: Residencies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts stand on an axis of powers of ten that begins below 1."""
+    app = opened(shown(monkeypatch, folder, view="Reuse"), "kv_cache")
+    spec = figure(app, 1)
+    drawn = numbers(spec["data"][0]["y"])
+    assert drawn.sum() == len(res.spans.hits)
+    assert spec["layout"]["yaxis"]["type"] == "log"
+    low, high = spec["layout"]["yaxis"]["range"]
+    assert 10**low < 1 and drawn.max() < 10**high
+
+
 def test_without_blocks_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that did not log them has its occupancy, and a word on the rest."""
     app = opened(shown(monkeypatch, write_run(tmp_path / "a"), view="Block map"), "kv_cache")

@@ -120,10 +120,12 @@ def filled_by(held: Holding) -> go.Figure:
     return figure.update_layout(hovermode="closest")
 
 
-def evictions(begins_s: Floats, counts: Floats) -> go.Figure:
-    """Cached contents dropped, over time."""
-    figure = go.Figure(go.Bar(x=begins_s, y=counts, marker_color=VERMILION, offset=0))
-    return laid_out(figure, RUN_TIME, "evicted blocks", height=220)
+def evictions(begins_s: Floats, counts: Floats, window: tuple[float, float]) -> go.Figure:
+    """Cached contents dropped in the equal parts of a window, over time; the axis is that of the charts beside it."""
+    width_s = (window[1] - window[0]) / len(begins_s)
+    figure = go.Figure(go.Bar(x=begins_s, y=counts, width=width_s or None, marker_color=VERMILION, offset=0))
+    laid_out(figure, RUN_TIME, "evicted blocks", height=220)
+    return figure.update_xaxes(range=[*window]) if width_s else figure
 
 
 def unused_slots(unused: Floats) -> go.Figure:
@@ -165,7 +167,9 @@ def hits(counts: Floats) -> go.Figure:
     names = ["0", *[f"{2**k}" if k == 0 else f"{2**k} to {2 ** (k + 1) - 1}" for k in range(len(bars) - 1)]]
     figure = go.Figure(go.Bar(x=names, y=bars, marker_color=BLUE))
     laid_out(figure, "hits of a content", "contents of blocks (log)", height=260)
-    return figure.update_yaxes(type="log", rangemode="normal").update_xaxes(type="category")
+    # From below 1, or the least bar of a logarithmic axis would have no height.
+    top = np.log10(max(bars.max(initial=1), 1)) + 0.1
+    return figure.update_yaxes(type="log", range=[np.log10(0.5), top]).update_xaxes(type="category")
 
 
 def hit_loss(parts: Mapping[str, int]) -> go.Figure:

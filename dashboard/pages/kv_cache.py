@@ -51,7 +51,7 @@ def _occupancy(state: State, data: RunData) -> None:
     time_chart(overview.kv_blocks_over_time(view.frame), "kv_blocks", state)
     drawn_from(view)
     begins, counts = kv_losses.evictions_over_time(data, window, BINS)
-    time_chart(charts.evictions(begins, counts), "evictions", state)
+    time_chart(charts.evictions(begins, counts, window), "evictions", state)
     st.caption(f"{int(counts.sum()):,} cached contents were evicted in this window.")
     if not data.has_engine:
         return
@@ -162,7 +162,8 @@ def _reuse(state: State, data: RunData) -> None:
         return
     st.plotly_chart(charts.spans(res.spans), key="spans")
     st.caption(
-        "Of the whole run. Lifetime: from being taken to being gone, over all times a content was taken back."
+        "Of the whole run. Lifetime: from being taken to being gone, over all times a content was taken back. "
+        "The first bar of each holds also what took no time at all."
     )
     st.plotly_chart(charts.hits(res.spans.hits), key="hits")
     st.subheader("Why prompt tokens were not hits")
