@@ -173,3 +173,15 @@ def test_a_port_that_is_taken_is_told(log: Run, capsys: pytest.CaptureFixture[st
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve-metrics", str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+def test_a_run_in_which_no_time_passes_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its only request is refused at once; the message is not about a flag that nobody gave."""
+    workload = tmp_path / "workload.jsonl"
+    workload.write_text('{"request_id": "é", "arrival_s": 0, "prompt_tokens": 5000, "output_tokens": 5}\n')
+    flags = ["--executor", "constant", "--step-time-s", "0.02", "--max-model-len", "1000"]
+    assert run(["run", str(workload), *flags, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert run(["serve-metrics", str(tmp_path / "run"), "--loop"]) == 2
+    err = capsys.readouterr().err
+    assert "nothing to replay" in err and "--from-s" not in err and err.count("\n") == 1

@@ -16,6 +16,7 @@ from servetwin.sim.commands.export_flags import opened
 from servetwin.sim.commands.metrics_flags import MetricsFlags, metrics_of
 from servetwin.sim.commands.show import say
 from servetwin.sim.export.prometheus import RunMetrics
+from servetwin.sim.run_files import RunFolderError
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
@@ -58,6 +59,8 @@ def carry_out(path: Path, *, port: int, speed: float, from_s: float, loop: bool,
     if not 0 <= from_s < float("inf"):
         raise UsageError(f"--from-s {from_s:g}: must be 0 or more, and finite")
     metrics = metrics_of(opened(path), flags, created_s=time())
+    if metrics.end_s <= 0:
+        raise RunFolderError(f"{path}: the run ends where it begins: there is nothing to replay")
     if from_s >= metrics.end_s:
         raise UsageError(f"--from-s {from_s:g}: the run ends at {metrics.end_s:,.3f} s")
     with _told_to_end() as end:
