@@ -18,8 +18,6 @@ import os
 import platform
 import resource
 import tempfile
-from collections.abc import Sequence
-from itertools import islice, product
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -37,13 +35,17 @@ HOUR_REQUESTS = 19_908
 SEATS, STEP_S, OUTPUT = 16, 0.05, 20
 ANALYTIC = SEATS / (OUTPUT * STEP_S)
 LIMIT_MS = 1500
-ROUTERS = ("round_robin", "least_requests", "power_of_two", "least_tokens", "random")
+GRID = {
+    "max_num_seqs": [32, 64, 128, 256, 512],
+    "max_num_batched_tokens": [1024, 2048, 4096, 8192],
+    "router": ["round_robin", "least_requests", "power_of_two", "least_tokens", "random"],
+}
+WHOLE = 100
+"""Points of the grid."""
 
 
 def fleet(configurations: int, requests: int, jobs: int) -> dict[str, Any]:
     """Wall and processor time of so many configurations, each of 8 replicas."""
-    grid = islice(product((32, 64, 128, 256, 512), (1024, 2048, 4096, 8192), ROUTERS), configurations)
-    chosen = list(grid)
     study = Study(
         "chat",
         executor="roofline",
@@ -54,14 +56,12 @@ def fleet(configurations: int, requests: int, jobs: int) -> dict[str, Any]:
         router="round_robin",
     )
     begun, used = perf_counter(), _processor_s()
-    rows = 0
-    # The grid is cut off where fewer are asked for, so it is given as one sweep for each router and budget.
-    for (budget, router), seats in _grouped(chosen).items():
-        frame = study.sweep(
-            {"max_num_seqs": seats, "max_num_batched_tokens": [budget], "router": [router]}, jobs=jobs
-        )
-        assert frame.error.isna().all(), frame.error
-        rows += len(frame)
+    if configurations < WHOLE:
+        frame = study.sweep(GRID, method="random", runs=configurations, jobs=jobs)
+    else:
+        frame = study.sweep(GRID, jobs=jobs)
+    assert frame.error.isna().all(), frame.error
+    rows = len(frame)
     wall_s = perf_counter() - begun
     return {
         "configurations": rows,
@@ -72,13 +72,6 @@ def fleet(configurations: int, requests: int, jobs: int) -> dict[str, Any]:
         "processor_s": _processor_s() - used,
         "wall_s_for_100": wall_s * 100 / rows,
     }
-
-
-def _grouped(chosen: Sequence[tuple[int, int, str]]) -> dict[tuple[int, str], list[int]]:
-    groups: dict[tuple[int, str], list[int]] = {}
-    for seats, budget, router in chosen:
-        groups.setdefault((budget, router), []).append(seats)
-    return groups
 
 
 def _processor_s() -> float:
