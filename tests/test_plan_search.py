@@ -174,6 +174,18 @@ def test_a_seed_that_was_lucky_elsewhere_counts_less() -> None:
     assert found.rate == pytest.approx(10, rel=0.06)
 
 
+@pytest.mark.parametrize("root", [71, 143, 155, 195])
+def test_the_answer_does_not_rest_on_the_luck_of_other_loads_alone(root: int) -> None:
+    """A load that missed the limits where it was tried is no answer before the other seeds were tried there."""
+    draws = random.Random(root)
+    luck = [draws.gauss(0, 0.3) for _ in range(3)]
+    found = find_limit(
+        lambda rate, seed: Outcome(log(10 / rate) + luck[seed], 0.01), 7, seeds=(0, 1, 2), max_probes=24
+    )
+    answer = next(point for point in found.points if point.rate == found.rate)
+    assert sum(outcome.margin for outcome in answer.outcomes.values()) >= 0
+
+
 def test_a_spent_budget_is_told() -> None:
     found = find_limit(cliff(10), 1.0, max_probes=6)
     assert found.probes == 6 and not found.converged

@@ -253,6 +253,15 @@ def test_what_has_ended_is_not_done_again(tmp_path: Path, workload: str) -> None
     assert read_results(out).frame.equals(after)
 
 
+def test_a_sweep_that_is_shown_again_says_what_its_figures_rest_on(
+    tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [workload, *CONSTANT, "--param", "max_num_seqs=4", "--jobs", "1", "--resume"]
+    for _ in range(2):
+        swept(tmp_path / "out", *arguments)
+        assert "assumed: num_gpu_blocks 40000" in capsys.readouterr().err
+
+
 def test_sweeps_share_a_store(tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A run is taken from it where flags and files are the same, and done anew where the workload has changed."""
     store = ["--store", str(tmp_path / "store"), "--jobs", "1", "--json"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf, isfinite
@@ -58,23 +58,23 @@ class Question:
     """The pasted line that is part of the spec already."""
 
     def __post_init__(self) -> None:
-        checks = {
-            "--target-rate": (self.target_rate is None or 0 < self.target_rate < inf, "requests/s, above 0"),
-            "--replicas-at-most": (self.replicas_at_most >= 1, "at least 1"),
-            "--tolerance": (1e-4 <= self.effort.tolerance <= 0.5, "a part of the rate, from 0.0001 to 0.5"),
-            "--max-simulations": (
-                self.effort.max_simulations is None or self.effort.max_simulations >= 4,
-                "at least 4",
+        error_percent = None if self.step_time_error is None else 100 * self.step_time_error
+        effort = self.effort
+        checks: dict[str, tuple[float | None, Callable[[float], bool], str]] = {
+            "--target-rate": (self.target_rate, lambda v: 0 < v < inf, "requests/s, above 0"),
+            "--replicas-at-most": (self.replicas_at_most, lambda v: v >= 1, "at least 1"),
+            "--tolerance": (
+                effort.tolerance,
+                lambda v: 1e-4 <= v <= 0.5,
+                "a part of the rate, from 0.0001 to 0.5",
             ),
-            "--seeds": (self.effort.seeds is None or self.effort.seeds >= 1, "at least 1"),
-            "--step-time-error": (
-                self.step_time_error is None or 0 < self.step_time_error < 1,
-                "percent, above 0 and below 100",
-            ),
+            "--max-simulations": (effort.max_simulations, lambda v: v >= 4, "at least 4"),
+            "--seeds": (effort.seeds, lambda v: v >= 1, "at least 1"),
+            "--step-time-error": (error_percent, lambda v: 0 < v < 100, "percent, above 0 and below 100"),
         }
-        for flag, (is_allowed, allowed) in checks.items():
-            if not is_allowed:
-                raise UsageError(f"{flag}: must be {allowed}")
+        for flag, (value, is_allowed, allowed) in checks.items():
+            if value is not None and not is_allowed(value):
+                raise UsageError(f"{flag} {value:g}: must be {allowed}")
         if self.target_rate is None:
             return
         for name in ("replicas", "prefill_replicas", "decode_replicas", "autoscale"):

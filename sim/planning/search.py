@@ -96,6 +96,12 @@ class Point:
         return abs(self.margin) >= 2 * self.error
 
     @property
+    def is_seen(self) -> bool:
+        """What was measured here has the sign that is concluded: it is not the luck of other rates that decides."""
+        margins = np.clip(self._margins, -MARGIN_CAP, MARGIN_CAP)
+        return (float(np.mean(margins)) >= 0) == self.is_good
+
+    @property
     def _margins(self) -> list[float]:
         return [o.margin for o in self.outcomes.values()]
 
@@ -337,7 +343,7 @@ class _Search:
         return max(self._tolerance, exp(min(2 * error / -slope, 0.2)) - 1)
 
     def _is_settled(self, point: Point) -> bool:
-        return len(point.outcomes) == len(self._seeds) or point.is_clear
+        return len(point.outcomes) == len(self._seeds) or (point.is_clear and point.is_seen)
 
     def _step_over(self, moved: Point) -> None:
         """The mean over all seeds has the other sign: the limit is looked for where the slope puts it."""
