@@ -67,6 +67,14 @@ def test_without_a_price_there_is_no_cost(workload: str, capsys: pytest.CaptureF
     assert cost["gpu_hours_per_million_output_tokens"] > 0
 
 
+def test_a_price_that_no_configuration_needs_is_told(
+    workload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for price, is_told in (("H100=2", True), ("2", False)):
+        assert run(["plan", workload, *ENGINE, "--max-simulations", "4", "--price", price]) == 0
+        assert ("the price of H100-SXM is not used" in capsys.readouterr().err) == is_told
+
+
 def test_infeasible_is_3_with_the_nearest_point(workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = asked(capsys, workload, *ENGINE, "--tpot", "49.9", code=3)
     assert found["max_request_rate"] is None and found["headroom"] is None and not found["feasible"]

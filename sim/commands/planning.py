@@ -16,7 +16,7 @@ from servetwin.sim.commands.show import print_json, results_console, say
 from servetwin.sim.planning.answer import Question, answer, choices_of
 from servetwin.sim.planning.capacity import Effort
 from servetwin.sim.planning.parameters import read_parameters
-from servetwin.sim.planning.prices import read_prices
+from servetwin.sim.planning.prices import read_prices, unused_prices
 from servetwin.sim.planning.probing import Measured
 from servetwin.sim.planning.slo import Slo
 from servetwin.sim.planning.spec import RunSpec
@@ -29,6 +29,11 @@ DATASET_RATE = 1.0
 def carry_out(workload: str | None, flags: PlanFlags, groups: Mapping[str, Any]) -> int:
     """Prints the answer. 0, or 3 where nothing is feasible. Raises UsageError and what `run` ends with."""
     question = question_of(workload, flags, groups)
+    asked = [spec["gpu"] for _, spec in question.specs()]
+    for name in unused_prices(question.prices, asked):
+        say(
+            f"note: the price of {name} is not used: no configuration has this card (--gpu); --price USD is for any"
+        )
     told = _Progress()
     with StopRequest() as stop:
 

@@ -77,3 +77,9 @@ def price_of(prices: Prices, gpu: str | None) -> float | None:
     """Of a card by any of its names; a price without a name is that of every card without one of its own."""
     named = None if gpu is None else prices.get(find_card(gpu).name)
     return prices.get(ANY_CARD) if named is None else named
+
+
+def unused_prices(prices: Prices, gpus: Iterable[str | None]) -> list[str]:
+    """Cards with a price that none of these configurations has."""
+    asked = {find_card(gpu).name for gpu in gpus if gpu is not None}
+    return [name for name in prices if name not in {ANY_CARD, *asked}]
