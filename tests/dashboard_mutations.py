@@ -63,4 +63,12 @@ DASHBOARD = (
         "starts]",
         ("test_dashboard.py::test_thinning_without_tsdownsample_keeps_extremes",),
     ),
+    Mutation(
+        "between two requests a distribution slopes",
+        0,
+        "dashboard/charts/latency.py",
+        'PALETTE[n % len(PALETTE)], "shape": "hv"',
+        'PALETTE[n % len(PALETTE)], "shape": "linear"',
+        (f"{PAGES}::test_distributions_are_those_of_the_requests",),
+    ),
 )

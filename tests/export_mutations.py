@@ -72,4 +72,12 @@ EXPORTS = (
         'if kind == "scheduled":',
         ("test_export_perfetto.py::test_phases_of_one_request",),
     ),
+    Mutation(
+        "metadata with the name of an array is written beside it",
+        0,
+        "sim/export/bench_json.py",
+        "*drafting, *ARRAYS}",
+        "*drafting}",
+        ("test_export_bench_json.py::test_bad_input_is_one_line_and_writes_nothing",),
+    ),
 )
