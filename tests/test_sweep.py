@@ -262,6 +262,14 @@ def test_a_sweep_that_is_shown_again_says_what_its_figures_rest_on(
         assert "assumed: num_gpu_blocks 40000" in capsys.readouterr().err
 
 
+def test_what_replicas_cost_is_in_the_table(tmp_path: Path, workload: str) -> None:
+    arguments = [*CONSTANT, "--param", "replicas=2,3", "--jobs", "1", "--objective", "replica_hours"]
+    frame = read_results(swept(tmp_path / "out", workload, *arguments)).frame
+    # All replicas are there from the first arrival, at 0, to the last answer.
+    assert frame.replica_hours.tolist() == pytest.approx((frame.replicas * frame.duration / 3600).tolist())
+    assert ((frame.utilization > 0) & (frame.utilization <= 1)).all()
+
+
 def test_sweeps_share_a_store(tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A run is taken from it where flags and files are the same, and done anew where the workload has changed."""
     store = ["--store", str(tmp_path / "store"), "--jobs", "1", "--json"]

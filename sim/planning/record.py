@@ -46,6 +46,10 @@ class Record:
             raise ValueError(f"is no record of a run: {e}") from e
 
 
+OF_A_CLUSTER = ("replica_hours", "utilization")
+"""What several replicas cost and how busy they were."""
+
+
 def figures(summary: Mapping[str, Any]) -> dict[str, float | int | None]:
     """The numbers of a summary, each under a name of its own: p90_queue_ms, requests_length, preemptions ..."""
     found: dict[str, float | int | None] = {}
@@ -65,3 +69,7 @@ def _numbers(summary: Mapping[str, Any]) -> Iterator[tuple[str, float | int | No
             yield f"{statistic}_{metric}", value
     for reason, count in (ours.get("requests") or {}).items():
         yield f"requests_{reason}", count
+    cluster = ours.get("cluster") or {}
+    for name in OF_A_CLUSTER:
+        if name in cluster:
+            yield name, cluster[name]

@@ -17,7 +17,7 @@ from servetwin.sim.planning.definition import SEED, SweepDefinition
 from servetwin.sim.planning.named_files import FileDigests
 from servetwin.sim.planning.one_run import prepare
 from servetwin.sim.planning.proposals import Point
-from servetwin.sim.planning.record import Record, figures
+from servetwin.sim.planning.record import OF_A_CLUSTER, Record, figures
 from servetwin.sim.planning.results import DONE, FAILED, Results, results_of, results_table
 from servetwin.sim.planning.spec import RunSpec
 from servetwin.sim.planning.store import Store
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 TRIED = 4
 """Points that are tried out before anything is run: if none of them can start, the sweep is refused."""
 
-NOT_ALWAYS = ("spec_decode", "client_queue")
+NOT_ALWAYS = ("spec_decode", "client_queue", *OF_A_CLUSTER)
 """Parts of the names of figures that only some runs have."""
 
 
