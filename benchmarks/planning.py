@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import tempfile
 from math import inf
 from pathlib import Path
@@ -45,7 +44,7 @@ WHOLE = 100
 
 
 def fleet(configurations: int, requests: int, jobs: int) -> dict[str, Any]:
-    """Wall and processor time of so many configurations, each of 8 replicas."""
+    """Wall time of so many configurations, each of 8 replicas."""
     study = Study(
         "chat",
         executor="roofline",
@@ -55,7 +54,7 @@ def fleet(configurations: int, requests: int, jobs: int) -> dict[str, Any]:
         num_prompts=requests,
         router="round_robin",
     )
-    begun, used = perf_counter(), _processor_s()
+    begun = perf_counter()
     if configurations < WHOLE:
         frame = study.sweep(GRID, method="random", runs=configurations, jobs=jobs)
     else:
@@ -69,14 +68,8 @@ def fleet(configurations: int, requests: int, jobs: int) -> dict[str, Any]:
         "replicas": 8,
         "jobs": jobs,
         "wall_s": wall_s,
-        "processor_s": _processor_s() - used,
         "wall_s_for_100": wall_s * 100 / rows,
     }
-
-
-def _processor_s() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in usages)
 
 
 def capacity(folder: Path) -> list[dict[str, Any]]:
@@ -175,7 +168,7 @@ def main() -> None:
         report["fleet"] = found = fleet(args.configurations, args.requests, args.jobs)
         print(
             f"fleet: {found['configurations']} configurations of 8 replicas, {found['requests_each']:,} requests each: "
-            f"{found['wall_s']:.0f} s with {found['jobs']} processes ({found['processor_s']:.0f} s of processor), "
+            f"{found['wall_s']:.0f} s with {found['jobs']} processes, "
             f"{found['wall_s_for_100'] / 60:.1f} minutes for 100"
         )
     if args.json is not None:
