@@ -51,8 +51,12 @@ def completed(columns: RunColumns) -> np.ndarray[tuple[int], np.dtype[np.bool_]]
     return done
 
 
+STAMPS = ("arrival_s", "sent_s", "queued_s", "first_scheduled_s", "first_token_s", "last_token_s", "finish_s")
+
+
 def timestamps(columns: RunColumns, rows: Numbers) -> Timestamps:
     """Some requests as arrays in ns; `rows`: indices or a mask."""
+    columns.load("requests", STAMPS)
 
     def ns(name: str) -> Numbers:
         return np.rint(columns.numbers("requests", name)[rows] * 1e9)

@@ -122,6 +122,7 @@ def _by_rows(columns: RunColumns, first: int, last: int, names: Sequence[str]) -
     """Rows that hold the extremes of each column, and one more after each of them that is a leap of several steps."""
     import pandas as pd
 
+    columns.load("steps", names)
     repeats = step_repeats(columns)[first:last]
     values = {name: columns.numbers("steps", name)[first:last] for name in names}
     changes = {name: _change(columns, name, slice(first, last), repeats) for name in names}
