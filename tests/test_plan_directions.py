@@ -18,14 +18,14 @@ RUNS, PROFILES = Path("traces/llmservingsim_vllm"), Path("profiles")
 
 
 def long_prompts(**more: Any) -> Plan:
-    """200 prompts of 3,000 to 9,000 tokens, answers of 75 to 225, an 8B model on an H100 by its roofline."""
+    """640 prompts of 3,000 to 9,000 tokens, answers of 75 to 225, an 8B model on an H100 by its roofline."""
     return plan(
         dataset_name="random",
         random_input_len=6000,
         random_output_len=150,
         random_range_ratio=0.5,
         request_rate=1.0,
-        num_prompts=200,
+        num_prompts=640,
         executor="roofline",
         gpu="H100",
         model=MODEL,
