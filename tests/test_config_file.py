@@ -88,3 +88,13 @@ def test_a_file_that_cannot_be_followed_is_refused(
 def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["run", "chat", "--config", "nowhere.yaml"]) == 2
     assert "nowhere.yaml: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["sweep", "plan"])
+def test_sweep_and_plan_take_one_too(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written(tmp_path, "executor: constant\nstep_time_s: soon")
+    arguments = ["--param", "block_size=16", "--out", str(tmp_path / "s")] if command == "sweep" else []
+    assert run([command, "chat", "--config", str(config), *arguments]) == 2
+    assert "[step-time-s]" in capsys.readouterr().err

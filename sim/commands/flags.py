@@ -24,6 +24,13 @@ SPECULATION = Group("Speculative decoding", sort_key=5)
 COMPAT = Group("Fidelity to vLLM (default of the corrections: as --vllm-compat says)", sort_key=6)
 SAMPLING = Group("Sampling (executor torch)", sort_key=7)
 
+WorkloadName = Annotated[
+    str | None,
+    Parameter(
+        help="A trace (its format is told by its content), our JSONL (one request a line), a run folder, or a preset "
+        "(`servetwin trace presets`)."
+    ),
+]
 MaxModelLen = Annotated[int | None, _int(MODEL, "Longest prompt + output, in tokens (default: the model's).")]
 BlockSize = Annotated[int, _int(CACHE, "Tokens per KV block.")]
 EnforceEager = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from servetwin.sim.commands.cluster_flags import ClusterFlags
+from servetwin.sim.commands.config_file import ConfigFile
 from servetwin.sim.commands.flag_kinds import count, flag, switch
 from servetwin.sim.commands.flags import EngineFlags, LoadFlags, SamplingFlags, SimulationFlags
 from servetwin.sim.commands.trace_flags import TraceFlags
@@ -114,6 +115,7 @@ def plan(
     ] = None,
     /,
     *,
+    config: ConfigFile = None,
     plan_flags: PlanFlags = DEFAULTS,
     flags: SimulationFlags = SIMULATION,
     load: LoadFlags = LOAD,
@@ -130,6 +132,7 @@ def plan(
     knee / rate - 1. Verdicts: stable, backlogged (a queue stands that has not settled), overloaded (it grows without
     bound). Exit code 3: not feasible; the nearest feasible point is told.
     """
+    del config  # `sim/cli.py` has read it.
     from servetwin.sim.commands.planning import carry_out
 
     groups = {

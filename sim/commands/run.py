@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import Parameter
-
 from servetwin.sim.commands.cluster_flags import ClusterFlags
 from servetwin.sim.commands.config_file import ConfigFile
-from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, RunFlags, SamplingFlags, WorkloadName
 from servetwin.sim.commands.trace_flags import TraceFlags
 
 # Frozen, and cyclopts shows these defaults in --help.
@@ -17,13 +13,7 @@ CLUSTER, ENGINE, SAMPLING = ClusterFlags(), EngineFlags(), SamplingFlags()
 
 
 def run(
-    workload: Annotated[
-        str | None,
-        Parameter(
-            help="A trace (its format is told by its content), our JSONL (one request a line), a run folder, or a "
-            "preset (`servetwin trace presets`)."
-        ),
-    ] = None,
+    workload: WorkloadName = None,
     /,
     *,
     config: ConfigFile = None,

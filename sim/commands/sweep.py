@@ -11,7 +11,7 @@ from cyclopts import Group, Parameter
 from servetwin.sim.commands.cluster_flags import ClusterFlags
 from servetwin.sim.commands.config_file import ConfigFile
 from servetwin.sim.commands.flag_kinds import count, flag, switch
-from servetwin.sim.commands.flags import EngineFlags, LoadFlags, SamplingFlags, SimulationFlags
+from servetwin.sim.commands.flags import EngineFlags, LoadFlags, SamplingFlags, SimulationFlags, WorkloadName
 from servetwin.sim.commands.trace_flags import TraceFlags
 
 SWEEP = Group("Sweep", sort_key=-3)
@@ -117,13 +117,7 @@ CLUSTER, ENGINE, SAMPLING = ClusterFlags(), EngineFlags(), SamplingFlags()
 
 
 def sweep(
-    workload: Annotated[
-        str | None,
-        Parameter(
-            help="A trace (its format is told by its content), our JSONL (one request a line), a run folder, or a "
-            "preset (`servetwin trace presets`)."
-        ),
-    ] = None,
+    workload: WorkloadName = None,
     /,
     *,
     config: ConfigFile = None,
