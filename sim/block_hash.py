@@ -16,6 +16,8 @@ BlockHash = bytes | tuple[str, int]
 """A digest of the chain, or (request id, block index) for private content."""
 
 _DIGEST_BYTES = 16
+MANY_HASHES = 100_000
+"""Of named runs, that are worth remembering (some 10 MB)."""
 NOT_TOKENS = b"\xff" * 4
 """Stands before and behind names in a content: no token id is as large as that."""
 _NO_PARENT = b"\0" * _DIGEST_BYTES
@@ -25,6 +27,10 @@ class Prompt(Protocol):
     """A prompt that need not exist token by token."""
 
     num_tokens: int
+
+    def named_runs(self) -> tuple[Sequence[int], int]:
+        """Names of its leading runs of tokens, all whole, and the tokens of each: equal names, equal content."""
+        ...
 
     def token_ids(self) -> list[int]:
         """All tokens of the prompt; the same on every call."""
@@ -59,6 +65,9 @@ class TokenPrompt:
         self._content = b""
         self.num_tokens = len(token_ids)
 
+    def named_runs(self) -> tuple[Sequence[int], int]:
+        return (), 0
+
     def token_ids(self) -> list[int]:
         return list(self._ids)
 
@@ -72,6 +81,28 @@ class TokenPrompt:
 def _salted_root(cache_salt: str) -> bytes:
     """Where the chains of all requests with this salt begin; its kind is part of it, so no other key can meet it."""
     return blake2b(cache_salt.encode(), digest_size=_DIGEST_BYTES, person=b"cache_salt").digest()
+
+
+class KnownRuns:
+    """Hashes of the blocks of named runs of tokens, by what stands in front of them: made once for all who share them.
+
+    It forgets all of them now and then: not many more than `MANY_HASHES` are kept.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[tuple[BlockHash, int, int], list[BlockHash]] = {}
+        self.num_hashes = 0
+
+    def get(self, parent: BlockHash, name: int, run_tokens: int) -> list[BlockHash] | None:
+        """`parent`: the hash of the block in front."""
+        return self._hashes.get((parent, name, run_tokens))
+
+    def add(self, parent: BlockHash, name: int, run_tokens: int, hashes: list[BlockHash]) -> None:
+        if self.num_hashes >= MANY_HASHES:
+            self._hashes.clear()
+            self.num_hashes = 0
+        self._hashes[parent, name, run_tokens] = hashes
+        self.num_hashes += len(hashes)
 
 
 class BlockHashes:
@@ -95,12 +126,30 @@ class BlockHashes:
         self.private = False
         """From the next block on the content is nobody else's."""
         # Requests with different salts share nothing: their chains begin differently.
-        self._parent = _NO_PARENT if cache_salt is None else _salted_root(cache_salt)
+        self._parent: BlockHash = _NO_PARENT if cache_salt is None else _salted_root(cache_salt)
 
     @property
-    def num_known(self) -> int:
+    def known(self) -> Sequence[BlockHash]:
         """Hashes made so far."""
-        return len(self._hashes)
+        return self._hashes
+
+    def prepare_runs(self, known: KnownRuns) -> None:
+        """Makes those of the whole runs that the prompt begins with, as far as they are not `known`."""
+        names, run_tokens = self._prompt.named_runs()
+        if self._hashes or not names or run_tokens % self.block_size:
+            return
+        parent: BlockHash = self._parent
+        for name in names:
+            hashes = known.get(parent, name, run_tokens)
+            if hashes is None:
+                begun = len(self._hashes)
+                self.prepare(begun + run_tokens // self.block_size)
+                hashes = self._hashes[begun:]
+                known.add(parent, name, run_tokens, hashes)
+            else:
+                self._hashes += hashes
+                self._parent = hashes[-1]
+            parent = hashes[-1]
 
     def prepare(self, num_blocks: int) -> None:
         """Makes the hashes of the first `num_blocks` blocks, up to the first private one."""
@@ -114,7 +163,9 @@ class BlockHashes:
             if content is None:
                 self.private = True
                 return
-            self._parent = blake2b(self._parent + content, digest_size=_DIGEST_BYTES).digest()
+            parent = self._parent
+            assert isinstance(parent, bytes), "nothing private stands in front of what others share"
+            self._parent = blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
             hashes.append(self._parent)
 
     def upto(self, num_blocks: int) -> list[BlockHash]:

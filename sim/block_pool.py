@@ -31,6 +31,11 @@ class Chain:
     def hash_of(self, block: int) -> BlockHash:
         return self.request_id, self.first + self.blocks.index(block)
 
+    def block_at(self, place: int) -> int | None:
+        """The block number `place` of the request."""
+        i = place - self.first
+        return self.blocks[i] if 0 <= i < len(self.blocks) else None
+
 
 class BlockPool:
     """Blocks 1 .. num_gpu_blocks - 1.
@@ -81,6 +86,39 @@ class BlockPool:
             return next(iter(found))
         return found
 
+    def find_leading(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """`find` for each of them, up to the first that is not there."""
+        blocks: list[int] = []
+        get = self._blocks_of.get
+        for block_hash in hashes:
+            found = get(block_hash)
+            if not isinstance(found, int):
+                found = self.find(block_hash)
+                if found is None:
+                    break
+            blocks.append(found)
+        return blocks
+
+    def find_own(self, request_id: str, first: int, most: int) -> list[int]:
+        """`find_leading` for the private contents of one request, so many at most from its block `first` on."""
+        blocks: list[int] = []
+        chain, get, hash_of = self._chains.get(request_id), self._blocks_of.get, self._hash_of
+        for place in range(first, first + most):
+            found = get((request_id, place))
+            if found is None:
+                found = None if chain is None else chain.block_at(place)
+                if found is None or hash_of[found] is not chain:
+                    break
+            elif isinstance(found, dict):
+                found = next(iter(found))
+            blocks.append(found)
+        return blocks
+
+    def free_of(self, blocks: Sequence[int]) -> list[int]:
+        """Those of them that nobody holds."""
+        references = self._references
+        return [block for block in blocks if not references[block]]
+
     def free_queue(self) -> list[int]:
         """The free blocks, next to be taken first."""
         stale = dict(self._stale)
@@ -127,11 +165,28 @@ class BlockPool:
         """Of each block; None without."""
         return self._hash_of
 
-    def num_before(self, blocks: Sequence[int]) -> int:
-        """How many blocks can be taken before one of these free ones is; 0 where that is not easily said."""
+    def num_before(self, blocks: Sequence[int], most: int) -> int:
+        """How many blocks, at most so many, can be taken before one of these is; 0 where that is not easily said."""
         if self._stale:
             return 0
-        return min(self._queue.index(block, self._head) for block in blocks) - self._head
+        for count, block in enumerate(self.next_blocks(most)):
+            if block in blocks:
+                return count
+        return most
+
+    def hits_after(self, hits: list[int], count: int) -> list[int] | None:
+        """What is left of a prefix hit when so many blocks more have been taken; None where that is not easily said."""
+        if self._stale:
+            return None
+        taken = self._queue[self._head : self._head + count]
+        for place, block in enumerate(hits):
+            if block in taken:
+                content = self._hash_of[block]
+                # An equal block beside it would be found instead.
+                if content is None or isinstance(content, Chain):
+                    return hits[:place]
+                return hits[:place] if isinstance(self._blocks_of[content], int) else None
+        return hits
 
     def next_blocks(self, most: int) -> list[int]:
         """The free blocks in front, so many or all; they stay free. Only while the queue `is_in_order`."""

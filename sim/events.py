@@ -19,7 +19,7 @@ from servetwin.sim.request import Request
 from servetwin.sim.residency import Residency, ResidencyTracker
 from servetwin.sim.step_rows import LISTS, Row, StepRows
 from servetwin.sim.steptime.features import shape_of
-from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
+from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow, num_admitted
 from servetwin.sim.tables import Tables
 from servetwin.sim.timeline import StepTimes
 from servetwin.sim.units import seconds_to_ns
@@ -299,8 +299,8 @@ class EventLog:
     def ran(self, source: str, row: Row, num_steps: int, end_ns: int) -> None:
         """Steps of sleeping rows and of those that came in; a row as `StepRows.append` wants it."""
         self._step_rows.append(source, row)
-        self._steps += num_steps
         self._rows += 1
+        self._steps += num_steps
         self._last_end_ns = end_ns
 
     def came_in(self, request_id: str, hit_tokens: int, blocks: int, start_ns: int, end_ns: int) -> None:
@@ -314,6 +314,33 @@ class EventLog:
         self._rows += 1
         self._columns["events"].add((start_ns, request_id, "scheduled", None, NEVER, hit_tokens, blocks))
         self._waits.left(request_id, start_ns)
+
+    def let_in(self, request: Request, row: PlanRow, recomputed: int, start_ns: int, end_ns: int) -> None:
+        """The same for any request that is admitted: with a row of the step, of which it computes so much anew."""
+        request_id, known = row.request_id, self._open[row.request_id]
+        known.blocks, resumed = len(request.block_ids), request.num_preemptions > 0
+        if not resumed and known.first_scheduled_ns < 0:
+            known.first_scheduled_ns, known.cached_tokens = start_ns, row.num_computed_tokens
+        kind = "resumed" if resumed else "scheduled"
+        self._event(start_ns, request_id, kind, None, row.num_computed_tokens, known.blocks)
+        known.recomputed_tokens += recomputed
+        self._waits.left(request_id, start_ns)
+        if row.samples:
+            self._note_token(known, end_ns)
+            known.num_output_tokens += 1
+
+    def _note_token(self, request: OpenRequest, end_ns: int) -> bool:
+        """It has got something with the step that is told next; whether that was so with the one before, too."""
+        step = self._steps
+        regular = request.last_step == step - 1 and step > 0
+        if request.last_step < 0:
+            request.first_token_ns = end_ns
+            request.since_step = step
+        elif not regular:
+            self._odd_gap(request, end_ns)
+        request.last_step = step
+        request.last_token_ns = end_ns
+        return regular
 
     def slept_to_its_end(self, request: Request, blocks: int, end_ns: int) -> None:
         """A request that slept got its last token with the step that was told last, and held so many blocks."""
@@ -331,6 +358,10 @@ class EventLog:
         """Writes parts where enough rows wait for it."""
         if self._rows >= self._flush_at_row:
             self.flush()
+
+    def kept_out(self, head: str, reason: WaitReason, now_ns: int) -> None:
+        """A schedule call admits nobody: this request heads the queue, and waits for this reason."""
+        self._waits.headed_by(head, reason, now_ns)
 
     def queued_behind(self) -> None:
         """Whoever arrived waits for the head of the queue, which waits for the reason it had."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from servetwin.sim.block_hash import KnownRuns
 from servetwin.sim.block_pool import BlockPool, Chain, UnsharedBlockPool
 from servetwin.sim.request import Request
 from servetwin.sim.rules import FreeOrder
@@ -46,6 +47,8 @@ class KVCacheManager:
         )
         self.hides_private = enable_caching and not journal
         """Content that nobody else can have is not entered block by block (`BlockPool.release_own`)."""
+        self.known_runs = KnownRuns()
+        """Hashes of the prefixes that prompts name."""
         self.num_holders = 0
         """Requests that hold a table."""
         self._max_model_len = max_model_len
@@ -70,24 +73,23 @@ class KVCacheManager:
         if not self.enable_caching:
             return _NO_HITS
         most = (request.num_tokens - 1) // self.block_size
-        hits: list[int] = []
-        for i in range(most):
-            block = self.pool.find(request.block_hashes(i + 1)[i])
-            if block is None:
-                break
-            hits.append(block)
+        known = request.known_hashes
+        hits = self.pool.find_leading(known if len(known) <= most else known[:most])
+        if len(hits) == len(known) and request.is_private:
+            hits += self.pool.find_own(request.request_id, len(known), most - len(known))
+        elif len(hits) == len(known):
+            for place in range(len(known), most):
+                block = self.pool.find(request.block_hash(place))
+                if block is None:
+                    break
+                hits.append(block)
         if hits and self._drops_last_hit:
             hits.pop()
         return hits
 
-    def full_sequence_fits(self, request: Request, hits: Sequence[int]) -> bool:
-        """The admission gate: is there room for everything the request is known to need (prompt and outputs)?"""
-        whole = min(request.num_tokens, self._max_model_len)
-        return self._blocks_needed(request, whole, hits) <= self.pool.num_free
-
-    def chunk_fits(self, request: Request, num_tokens: int, hits: Sequence[int]) -> bool:
-        """Is there room for the first `num_tokens` tokens after the hits?"""
-        return self.blocks_for(request, num_tokens, hits) <= self.pool.num_free
+    def blocks_for_all(self, request: Request, hits: Sequence[int]) -> int:
+        """Free blocks it takes to hold all that a waiting request is known to need: prompt and outputs."""
+        return self._blocks_needed(request, min(request.num_tokens, self._max_model_len), hits)
 
     def blocks_for(self, request: Request, num_tokens: int, hits: Sequence[int] = ()) -> int:
         """Free blocks it takes to compute so many tokens more, after its computed ones and the hits."""
@@ -237,7 +239,7 @@ class KVCacheManager:
     def _blocks_needed(self, request: Request, num_tokens: int, hits: Sequence[int]) -> int:
         """Free blocks it takes to hold `num_tokens` tokens; hit blocks that are free leave the queue and count."""
         fresh = max(cdiv(num_tokens, self.block_size) - len(request.block_ids) - len(hits), 0)
-        return fresh + sum(self.pool.references(b) == 0 for b in hits) if hits else fresh
+        return fresh + len(self.pool.free_of(hits)) if hits else fresh
 
     def _hash_full_blocks(self, request: Request, num_tokens: int) -> None:
         full, done = num_tokens // self.block_size, request.num_hashed_blocks

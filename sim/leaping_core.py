@@ -6,6 +6,7 @@ from servetwin.sim.config import EngineConfig
 from servetwin.sim.engine_core import Core
 from servetwin.sim.leaping_scheduler import LeapingAsyncScheduler, LeapingScheduler
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs
+from servetwin.sim.plain_scheduler import PlainScheduler
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import ScheduleRecord
 from servetwin.sim.token_source import TokenSource
@@ -24,8 +25,8 @@ class LeapingCore(Core[LightFrame]):
         tokens: TokenSource,
         journal: bool = False,
     ) -> None:
-        kind = LeapingAsyncScheduler if config.scheduler.async_scheduling else LeapingScheduler
-        self.leaping = kind(config, policy, tokens=tokens, journal=journal)
+        kind = LeapingAsyncScheduler if config.scheduler.async_scheduling else PlainScheduler
+        self.leaping: LeapingScheduler = kind(config, policy, tokens=tokens, journal=journal)
         super().__init__(config, self.leaping)
         self.in_flight = self.leaping.in_flight
 

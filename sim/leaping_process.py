@@ -236,7 +236,14 @@ class LeapingProcess(Driver[LightFrame]):
         scheduler, in_flight = self._scheduler, len(self._submitted)
         if not self._leaps or in_flight != self._overlaps:
             return None
-        most = min(scheduler.leap_length(), most)
+        length = scheduler.leap_length()
+        if not length and scheduler.waiting and scheduler.stuck_blocks is None:
+            reason = scheduler.try_head(self.now)
+            if reason is None:
+                return None
+            self.log.kept_out(scheduler.waiting.peek(self.now).request_id, reason, self.now)
+            length = scheduler.leap_length()
+        most = min(length, most)
         if not most:
             return None
         if scheduler.stuck_blocks is not None:

@@ -25,7 +25,6 @@ from servetwin.sim.light_frames import (
     Leap,
     LightFrame,
     LightOutputs,
-    TakenBlocks,
     Woken,
 )
 from servetwin.sim.policy import SchedulingPolicy, inherits
@@ -40,7 +39,7 @@ from servetwin.sim.token_source import TokenSource
 
 _in_order = attrgetter("place")
 _NONE: list[tuple[Request, int]] = []
-_NO_STEPS: list[int] = []
+NO_STEPS: list[int] = []
 _NO_STOP = -1
 _UNKNOWN = [0]
 """A token that nobody will ask for."""
@@ -77,6 +76,12 @@ class LeapingScheduler(Scheduler):
         request that was preempted before."""
         self._stuck_hits: list[int] = []
         """Free blocks that it finds, while nobody takes them."""
+        self._tried_at = -1
+        """The step that `try_head` was asked for last ..."""
+        self._found: tuple[list[int], int] | None = None
+        """... and the hits and the tokens with which the head of the queue comes in with it, if it does."""
+        self._num_special = 0
+        """Requests that wait and are not plain."""
         self._resumed_are_new = config.scheduler.use_v2_model_runner
         self._order_changes = bool(getattr(self.policy, "dynamic_order", False))
         self._is_fifo = isinstance(self.waiting, FIFOQueue)
@@ -88,7 +93,7 @@ class LeapingScheduler(Scheduler):
         """Decides step `number` at simulated time `now` (ns)."""
         self.number = number
         self.calendar.leave_batch(number)
-        step = Step(self._token_budget)
+        step = Step(self.token_budget)
         evictions, reports = self.kv.pool.num_evictions, bool(self.finished_req_ids)
         self._decide(step, now)
         self._count(step, evictions)
@@ -111,7 +116,7 @@ class LeapingScheduler(Scheduler):
         )
         self._woken = []
         self.number = number + 1
-        self.stuck_blocks = self._find_stuck(step) if self.waiting else None
+        self.stuck_blocks = self._found = None
         if self._counts_ahead:
             self._lull(requests, number + 1)
         return frame
@@ -119,7 +124,7 @@ class LeapingScheduler(Scheduler):
     def add_request(self, request: Request, now: int) -> None:
         if not (self._is_fifo and self.waiting):
             # It may be the head now.
-            self.stuck_blocks = None
+            self.stuck_blocks = self._found = None
         super().add_request(request, now)
         shares = self.kv.enable_caching and not request.is_private
         # Private contents are entered when the blocks are given back. (Asynchronous scheduling enters what is known.)
@@ -128,44 +133,80 @@ class LeapingScheduler(Scheduler):
         )
         if shares or request.stop_tokens:
             request.keeps_tokens = True
-        request.is_plain = (
+        request.is_plain = self._will_be_plain(request)
+        self._num_special += not request.is_plain
+
+    def _will_be_plain(self, request: Request) -> bool:
+        """Once its known tokens are computed it will be a plain decode to its end."""
+        return (
             not request.keeps_tokens
-            and request.num_tokens + 1 < request.length_limit
+            and request.num_tokens < request.length_limit
             and request.sampling_params.min_tokens <= request.length_limit - request.num_prompt_tokens
             and not 0 < self._threshold < request.num_tokens
+            and not request.num_external_tokens
         )
 
     def _end(self, request: Request, status: RequestStatus) -> None:
-        self.stuck_blocks = None
+        self.stuck_blocks = self._found = None
+        if not request.is_plain and request.status != RequestStatus.RUNNING:
+            self._num_special -= 1
         super()._end(request, status)
 
-    def _find_stuck(self, step: Step) -> int | None:
-        """Whether the step's reason for keeping the head of the queue out holds for all like steps after it."""
-        head, reason = step.record.head, step.record.head_reason
-        if head is None or step.asked or step.record.preempted or self._order_changes:
+    def _preempt(self, request: Request, unscheduled: bool, step: Step, now: int) -> None:
+        super()._preempt(request, unscheduled, step, now)
+        request.is_plain = self._will_be_plain(request)
+        self._num_special += not request.is_plain
+
+    def try_head(self, now: int) -> WaitReason | None:
+        """Why the head of the queue stays out of the next step, where that is one of sleeping rows alone.
+
+        Then nothing but tokens comes until somebody ends, as `stuck_blocks` says; None where it may come in, or where
+        the ordinary step has to decide.
+        """
+        if self._tried_at == self.number:
             return None
-        self.stuck_lookup, self._stuck_hits = NO_LOOKUP, []
-        if reason is WaitReason.SEATS:
-            return 0
-        if reason not in (WaitReason.BLOCKS, WaitReason.GATE):
+        self._tried_at, self._found = self.number, None
+        calendar, kv = self.calendar, self.kv
+        budget = self.token_budget - calendar.num_rows
+        if self.awake or self._order_changes or budget <= 0 or not calendar.num_rows:
             return None
-        request, hits = self.requests[head], _NO_STEPS
-        if request.num_external_tokens:
+        # Rows take their blocks first.
+        due = len(calendar.beginning_block(self.number))
+        free = kv.pool.num_free - due
+        request = self.waiting.peek(now)
+        if free < 0 or calendar.next_end() < self.number or request.num_external_tokens:
             return None
-        if self.kv.enable_caching:
-            if self.calendar.num_filling:
-                # What it finds may become more with every block that is filled.
-                return None
-            hits = self._tried_hits
-            self._stuck_hits = [b for b in hits if not self.kv.pool.references(b)]
-            if self._counts_refused_lookups:
-                found = request.num_tokens, len(hits) * self.kv.block_size
-                self.stuck_lookup = (0, 0, *found) if request.num_preemptions else (*found, 0, 0)
-        if reason is WaitReason.BLOCKS:
-            return 0
-        hit_tokens = len(hits) * self.kv.block_size
-        num_tokens = self._first_tokens(request, hit_tokens, self._token_budget - self.calendar.num_rows)
-        return None if num_tokens is None else self.kv.blocks_for(request, num_tokens, hits)
+        if self.is_full:
+            self.stuck_blocks, self.stuck_lookup, self._stuck_hits = 0, NO_LOOKUP, NO_STEPS
+            return WaitReason.SEATS
+        if kv.enable_caching and calendar.num_filling:
+            # What it finds may become more with every block that is filled.
+            return None
+        hits = kv.get_computed_blocks(request)
+        if hits and due and (hits := kv.pool.hits_after(hits, due)) is None:
+            return None
+        verdict = self._first_chunk(request, hits, budget, free)
+        if isinstance(verdict, int):
+            self._found = hits, verdict
+        elif verdict is not WaitReason.BUDGET:
+            self._stick(verdict, request, hits, budget)
+            return verdict
+        return None
+
+    def _stick(self, reason: WaitReason, request: Request, hits: list[int], budget: int) -> None:
+        """The head of the queue is kept out of a step with so many tokens left, having found these hits."""
+        kv = self.kv
+        hit_tokens = len(hits) * kv.block_size
+        self._stuck_hits = kv.pool.free_of(hits) if hits else hits
+        self.stuck_blocks, self.stuck_lookup = 0, NO_LOOKUP
+        if kv.enable_caching and self._counts_refused_lookups:
+            found = request.num_tokens, hit_tokens
+            self.stuck_lookup = (0, 0, *found) if request.num_preemptions else (*found, 0, 0)
+        if reason is WaitReason.GATE:
+            # With fewer blocks it is those that are short.
+            chunk = self._first_tokens(request, hit_tokens, budget)
+            assert chunk is not None, "its first chunk would find room"
+            self.stuck_blocks = kv.blocks_for(request, chunk, hits)
 
     # ------------------------------------------------------------ leaps
 
@@ -177,20 +218,25 @@ class LeapingScheduler(Scheduler):
         """
         calendar = self.calendar
         rows = calendar.num_rows
-        if not rows or self.awake or rows > self._token_budget:
+        if not rows or self.awake or rows > self.token_budget:
             return 0
         spare = self.kv.pool.num_free
         if self.waiting:
             if self.stuck_blocks is None:
                 return 0
             spare -= self.stuck_blocks
-            if self._stuck_hits:
-                spare = min(spare, self.kv.pool.num_before(self._stuck_hits))
         steps = calendar.next_end() - self.number + 1
         # A block for each row and each block's worth of steps begun.
-        if rows * (-(-steps // self.kv.block_size)) <= spare:
+        most = rows * (-(-steps // self.kv.block_size))
+        if self.waiting and self._stuck_hits:
+            spare = min(spare, self.kv.pool.num_before(self._stuck_hits, most))
+        if most <= spare:
             return steps
-        return self._steps_with_blocks(steps, spare)
+        steps = self._steps_with_blocks(steps, spare)
+        if not steps:
+            # What it found is taken now, or it waits for another reason.
+            self.stuck_blocks = None
+        return steps
 
     def leap_shape(self) -> StepShape:
         """Of the next step, where it is one of a leap."""
@@ -299,161 +345,6 @@ class LeapingScheduler(Scheduler):
         leap.used_blocks = self._usable_blocks - pool.num_free
         leap.evictions = evictions
 
-    # ------------------------------------------------------------ steps that are nothing special
-
-    def skip(self, num_steps: int) -> None:
-        """So many steps have been begun without `light`: all their rows sleep, or are about to."""
-        self.number += num_steps
-        self.finished_req_ids.clear()
-
-    def all_come_in_whole(self) -> bool:
-        """The next step is one token of each row and the whole prompt of each request that waits.
-
-        There are seats, tokens and blocks enough for that whatever is found in the prefix cache, and each of them is
-        a plain decode from its first token on.
-        """
-        waiting, calendar = self.waiting, self.calendar
-        if self.awake or len(self.running) + len(waiting) > self._max_num_seqs:
-            return False
-        tokens, blocks = calendar.num_rows, len(calendar.beginning_block(self.number))
-        for request in waiting:
-            if not request.is_plain or request.num_preemptions:
-                return False
-            tokens += request.num_tokens
-            blocks += cdiv(request.num_tokens, self.kv.block_size)
-        return tokens <= self._token_budget and blocks <= self.kv.pool.num_free
-
-    def serve_due(self, number: int) -> None:
-        """Blocks for the sleepers of one step; there are enough."""
-        due = self.calendar.beginning_block(number)
-        if self.kv.enable_caching:
-            due = self._due(due, number)
-        if due:
-            self._serve_sleepers(due, number)
-
-    def come_in_whole(self, now: int) -> tuple[Request, int]:
-        """The head of the queue comes in with its whole prompt, for which there is room; also the tokens hit."""
-        request, kv = self.waiting.peek(now), self.kv
-        hits = kv.get_computed_blocks(request)
-        hit_tokens = len(hits) * kv.block_size
-        blocks = kv.allocate_slots(request, request.num_tokens - hit_tokens, hits)
-        assert blocks is not None, "counted before"
-        self.waiting.remove(request)
-        request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = request.num_tokens
-        self._num_placed += 1
-        request.place = self._num_placed
-        self.running.append(request)
-        return request, hit_tokens
-
-    def fall_asleep(self, request: Request) -> None:
-        """The first token of a request that came in whole is out: it is a row of every step from now on."""
-        number = self.number
-        request.num_tokens += 1
-        request.base = request.num_computed_tokens - number
-        request.last_step = request.length_limit - 2 - request.base
-        request.joined_step = request.since_step = number
-        self.calendar.add(request)
-
-    def end_sleeper(self, request: Request) -> int:
-        """The last token of a row is out; returns the blocks that it held. (`calendar.forget` tells the calendar.)"""
-        self.calendar.leave(request)
-        request.asleep = False
-        blocks = len(request.block_ids)
-        # Entered when they are given back, if they are private.
-        request.num_hashed_blocks = (request.length_limit - 1) // self.kv.block_size
-        if request.keeps_tokens:
-            self._catch_up(request, self.number)
-            last = request.num_output_tokens
-            request.num_tokens += 1
-            request.output_token_ids.append(self._tokens.output_id(request.request_id, last))
-        self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
-        self.running.remove(request)
-        return blocks
-
-    def take_blocks(self, num_steps: int) -> TakenBlocks:
-        """Blocks for so many steps of the rows that sleep, of which there are enough; see `leap`."""
-        if self.kv.enable_caching:
-            simple = not self.calendar.num_filling and self.kv.pool.is_in_order
-            return self._take_cached(num_steps) if simple else self._take_blocks_one_by_one(num_steps)
-        pool, phases, size, number = self.kv.pool, self.calendar.phases, self.kv.block_size, self.number
-        # Who begins one in the first step, and in each after it; then a block for each, in this order.
-        phase = number % size
-        if num_steps == 1:
-            turns = [phases[phase]]
-        else:
-            turns = phases[phase:] + phases[:phase]
-            if num_steps > size:
-                turns *= -(-num_steps // size)
-        next_blocks = pool.next_blocks(self.calendar.num_rows * -(-num_steps // size))
-        begun_at: list[int] = []
-        count = 0
-        for request in turns[0]:
-            request.block_ids.append(next_blocks[count])
-            count += 1
-        free = pool.num_free - count
-        for i in range(1, num_steps):
-            for request in turns[i]:
-                request.block_ids.append(next_blocks[count])
-                begun_at.append(i)
-                count += 1
-        pool.take_next(count)
-        return self._usable_blocks - free, 0, free, 0, begun_at, _NO_STEPS
-
-    def _take_cached(self, num_steps: int) -> TakenBlocks:
-        """The same where blocks have contents that are dropped, and none that is entered before a row ends."""
-        pool, phases, size, number = self.kv.pool, self.calendar.phases, self.kv.block_size, self.number
-        phase = number % size
-        turns = phases[phase:] + phases[:phase]
-        if num_steps > size:
-            turns *= -(-num_steps // size)
-        next_blocks = pool.next_blocks(self.calendar.num_rows * -(-num_steps // size))
-        has_content = pool.contents
-        begun_at: list[int] = []
-        evictions_at: list[int] = []
-        count = evictions = 0
-        for request in turns[0]:
-            block = next_blocks[count]
-            request.block_ids.append(block)
-            count += 1
-            evictions += has_content[block] is not None
-        used = self._usable_blocks - pool.num_free + count
-        cached_free = pool.num_cached_free - evictions
-        for i in range(1, num_steps):
-            for request in turns[i]:
-                block = next_blocks[count]
-                request.block_ids.append(block)
-                begun_at.append(i)
-                count += 1
-                if has_content[block] is not None:
-                    evictions_at.append(i)
-        pool.take_next(count)
-        return used, cached_free, self._usable_blocks - used - cached_free, evictions, begun_at, evictions_at
-
-    def _take_blocks_one_by_one(self, num_steps: int) -> TakenBlocks:
-        begun_at: list[int] = []
-        evictions_at: list[int] = []
-        pool, number = self.kv.pool, self.number
-        evictions = pool.num_evictions
-        self.serve_due(number)
-        used, cached_free, free, first_evictions = self._pool_figures(evictions)
-        for i in self._steps_with_blocks_to_do(num_steps):
-            evictions = pool.num_evictions
-            self.serve_due(number + i)
-            begun_at += [i] * len(self.calendar.beginning_block(number + i))
-            evictions_at += [i] * (pool.num_evictions - evictions)
-        return used, cached_free, free, first_evictions, begun_at, evictions_at
-
-    def _pool_figures(self, evictions_before: int) -> tuple[int, int, int, int]:
-        pool = self.kv.pool
-        free, cached_free = pool.num_free, pool.num_cached_free
-        return (
-            self._usable_blocks - free,
-            cached_free,
-            free - cached_free,
-            pool.num_evictions - evictions_before,
-        )
-
     # ------------------------------------------------------------ one step
 
     def _running_pass(self, step: Step, now: int) -> None:
@@ -556,6 +447,7 @@ class LeapingScheduler(Scheduler):
 
     def _admit(self, request: Request, num_tokens: int, hits: list[int], step: Step, now: int) -> None:
         super()._admit(request, num_tokens, hits, step, now)
+        self._num_special -= not request.is_plain
         self._num_placed += 1
         request.place = self._num_placed
         self.awake.append(request)

@@ -21,8 +21,12 @@ from servetwin.sim.events import EventLog
 from servetwin.sim.leap_times import even_steps_until
 from servetwin.sim.leaping_core import LeapingCore
 from servetwin.sim.light_frames import NO_LOOKUP
+from servetwin.sim.plain_scheduler import PlainScheduler
+from servetwin.sim.records import WaitReason
 from servetwin.sim.request import Request
+from servetwin.sim.steptime.features import shape_of
 from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.steptime.plan_rows import PlanRow
 
 
 class Client(NamedTuple):
@@ -39,6 +43,17 @@ class Client(NamedTuple):
     """Steps, requests that ended with them, instant."""
 
 
+class _LetIn(NamedTuple):
+    """What a look at the queue led to."""
+
+    rows: list[tuple[Request, PlanRow]]
+    """Of those that came in."""
+    look_ups: list[int]
+    """In the prefix cache, as `NO_LOOKUP` has them."""
+    reason: WaitReason
+    """What whoever is left waits for."""
+
+
 class PlainSteps:
     """Of one engine with a host that takes no time, and steps one at a time. `leaps`: many at once."""
 
@@ -53,6 +68,7 @@ class PlainSteps:
         leaps: bool,
     ) -> None:
         self._env, self._core, self._timer, self._log, self._client = env, core, timer, log, client
+        assert isinstance(core.leaping, PlainScheduler), "steps that do not overlap"
         self._scheduler, self._leaps = core.leaping, leaps
         self.in_the_air: int | None = None
         """When the step ends that has begun and whose tokens are not out."""
@@ -83,8 +99,15 @@ class PlainSteps:
             end_ns = 0
             if not waiting or scheduler.stuck_blocks is not None:
                 end_ns = self._leap(now, due_ns)
-            elif scheduler.all_come_in_whole():
-                end_ns = self._admit(now)
+            if not end_ns and waiting and scheduler.stuck_blocks is None:
+                if scheduler.all_come_in_whole():
+                    end_ns = self._admit(now)
+                elif self._is_kept_out(now):
+                    end_ns = self._leap(now, due_ns)
+                elif scheduler.can_let_in():
+                    end_ns = self._admit_some(now)
+            if not end_ns and scheduler.has_to_preempt():
+                end_ns = self._preempt(now)
             if not end_ns:
                 break
             steps = self._steps
@@ -104,21 +127,30 @@ class PlainSteps:
             yield env.timeout(now - int(env.now))
         return total
 
+    def _is_kept_out(self, now: int) -> bool:
+        """The head of the queue cannot come in before somebody ends."""
+        reason = self._scheduler.try_head(now)
+        if reason is None:
+            return False
+        self._log.kept_out(self._scheduler.waiting.peek(now).request_id, reason, now)
+        return True
+
     def land(self, now: int) -> int:
         """First and last tokens of the steps that have begun are out. Returns how many requests ended with them."""
         scheduler, log, came_in = self._scheduler, self._log, self._came_in
         last = scheduler.number - 1
-        ending = scheduler.calendar.ends.get(last)
-        if ending is not None:
-            for request in ending:
-                log.slept_to_its_end(request, scheduler.end_sleeper(request), now)
-            scheduler.calendar.forget(last)
+        ending = scheduler.calendar.ends.pop(last, None) or []
         if came_in:
             for request, _ in came_in:
-                scheduler.fall_asleep(request)
+                if request.num_tokens + 1 < request.length_limit:
+                    scheduler.fall_asleep(request)
+                else:
+                    ending.append(request)
             came_in.clear()
+        for request in ending:
+            log.slept_to_its_end(request, scheduler.end_sleeper(request), now)
         log.flush_if_due()
-        if ending is None:
+        if not ending:
             return 0
         ended = self._client.ended
         for request in ending:
@@ -185,7 +217,8 @@ class PlainSteps:
         tokens = pairs = contexts = hits = 0
         largest = (0, 0)
         came_in = self._came_in
-        while scheduler.waiting:
+        waiting = scheduler.waiting
+        while waiting:
             request, hit_tokens = scheduler.come_in_whole(now)
             known = request.num_tokens
             new = known - hit_tokens
@@ -193,7 +226,8 @@ class PlainSteps:
             pairs += new * known
             contexts += known
             hits += hit_tokens
-            largest = max(largest, (new, known))
+            if (new, known) > largest:
+                largest = new, known
             came_in.append((request, hit_tokens))
         count = len(came_in)
         rows = sleeping + count
@@ -218,3 +252,100 @@ class PlainSteps:
         self._steps = 1
         scheduler.skip(1)
         return end_ns
+
+    def _admit_some(self, now: int) -> int:
+        """The same for those that there is room for, some of whom have run before, the last one perhaps in part."""
+        scheduler, log = self._scheduler, self._log
+        calendar, pool = scheduler.calendar, scheduler.kv.pool
+        number, sleeping, evictions = scheduler.number, calendar.num_rows, pool.num_evictions
+        context, longest = calendar.context(number)
+        scheduler.take_blocks(1)
+        rows, look_ups, reason = self._let_in(now, scheduler.token_budget - sleeping)
+        shape = shape_of(
+            [row for _, row in rows],
+            len(rows),
+            decode_rows=sleeping,
+            decode_context_tokens=context,
+            decode_context_max_tokens=longest,
+        )
+        device_ns = self._timer.device_ns(shape)
+        end_ns = now + device_ns
+        recomputed = 0
+        for request, row in rows:
+            again = _computed_again(request, row)
+            recomputed += again
+            log.let_in(request, row, again, now, end_ns)
+            if row.samples:
+                self._came_in.append((request, row.num_computed_tokens))
+        if scheduler.waiting:
+            log.kept_out(scheduler.waiting.peek(now).request_id, reason, now)
+        free, cached_free = pool.num_free, pool.num_cached_free
+        # As INTEGERS and RUN_INTEGERS of `sim/step_rows.py` want it.
+        figures = (
+            now, 0, device_ns, 0, shape.prefill_tokens, shape.new_tokens - shape.prefill_tokens, shape.rows,
+            shape.decode_rows, len(scheduler.running), len(scheduler.waiting), pool.num_gpu_blocks - 1 - free,
+            cached_free, free - cached_free, 0, pool.num_evictions - evictions, *look_ups, recomputed, 0, 0, 0,
+            0, now, now, end_ns, NEVER, 0,
+            shape.logits_rows, shape.decode_context_tokens, shape.decode_context_max_tokens, *shape[7:],
+            1, 0, sleeping,
+        )  # fmt: skip
+        log.ran(self._timer.source, figures, 1, end_ns)
+        self._steps = 1
+        scheduler.skip(1)
+        return end_ns
+
+    def _preempt(self, now: int) -> int:
+        """A step of the rows that sleep for which there are blocks, at the cost of others; its end."""
+        scheduler, log = self._scheduler, self._log
+        calendar, pool, evictions = scheduler.calendar, scheduler.kv.pool, scheduler.kv.pool.num_evictions
+        record, woken = scheduler.preempt(now)
+        log.woke(woken)
+        log.decided(record, now)
+        rows = calendar.num_rows
+        context, longest = calendar.context(scheduler.number)
+        shape = StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
+        device_ns = self._timer.device_ns(shape)
+        end_ns = now + device_ns
+        free, cached_free = pool.num_free, pool.num_cached_free
+        # As INTEGERS and RUN_INTEGERS of `sim/step_rows.py` want it.
+        figures = (
+            now, 0, device_ns, 0, 0, rows, rows, rows, len(scheduler.running), len(scheduler.waiting),
+            pool.num_gpu_blocks - 1 - free, cached_free, free - cached_free, len(record.preempted),
+            pool.num_evictions - evictions, *NO_LOOKUP, 0, 0, 0, 0,
+            0, now, now, end_ns, NEVER, 0, rows, context, longest, 0, 0, 0, 0, 0, 0,
+            1, 0, rows,
+        )  # fmt: skip
+        log.ran(self._timer.source, figures, 1, end_ns)
+        self._steps = 1
+        scheduler.skip(1)
+        return end_ns
+
+    def _let_in(self, now: int, budget: int) -> _LetIn:
+        """Lets in whom so many tokens, the seats and the blocks are enough for."""
+        scheduler, kv = self._scheduler, self._scheduler.kv
+        rows: list[tuple[Request, PlanRow]] = []
+        look_ups, reason = [0, 0, 0, 0], None
+        while scheduler.waiting and budget > 0:
+            request, hits, verdict = scheduler.let_in(now, budget)
+            found = len(hits) * kv.block_size
+            if scheduler.counts_lookup(verdict):
+                place = 2 if request.num_preemptions else 0
+                look_ups[place] += request.num_tokens
+                look_ups[place + 1] += found
+            if not isinstance(verdict, int):
+                reason = verdict
+                break
+            budget -= verdict
+            known, outputs = request.num_tokens, request.num_output_tokens
+            rows.append((request, PlanRow(request.request_id, verdict, found, known, outputs)))
+        if reason is None:
+            reason = WaitReason.SEATS if scheduler.is_full else WaitReason.BUDGET
+        return _LetIn(rows, look_ups, reason)
+
+
+def _computed_again(request: Request, row: PlanRow) -> int:
+    """Tokens of a newcomer that it had computed before it was preempted."""
+    if row.is_decode:
+        return 0
+    again = min(row.num_scheduled_tokens, request.num_tokens_ever_computed - row.num_computed_tokens)
+    return max(again, 0)

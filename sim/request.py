@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
-from servetwin.sim.block_hash import BlockHash, BlockHashes, Prompt
+from servetwin.sim.block_hash import BlockHash, BlockHashes, KnownRuns, Prompt
 from servetwin.sim.contract import SamplingParams
 
 
@@ -209,16 +210,23 @@ class Request:
     def all_token_ids(self) -> list[int]:
         return self.prompt.token_ids() + self.output_token_ids
 
-    def hash_prompt(self) -> None:
+    def hash_prompt(self, known: KnownRuns) -> None:
         """Makes the hashes of the prompt's full blocks, as far as anybody else can have the same content."""
-        self._hashes.prepare(self.num_prompt_tokens // self._block_size)
-        if self._hashes.private:
-            self.first_private = self._hashes.num_known
+        hashes = self._hashes
+        hashes.prepare_runs(known)
+        hashes.prepare(self.num_prompt_tokens // self._block_size)
+        if hashes.private:
+            self.first_private = len(hashes.known)
 
     @property
     def is_private(self) -> bool:
         """Nobody else can have the content of its further blocks, whatever its outputs are."""
         return self.first_private < NOT_PRIVATE
+
+    @property
+    def known_hashes(self) -> Sequence[BlockHash]:
+        """The hashes of its leading blocks that have been made (not to be changed)."""
+        return self._hashes.known
 
     def block_hash(self, place: int) -> BlockHash:
         """The hash of one full block of known tokens."""

@@ -9,7 +9,7 @@ Reading order: `schedule` (running pass, waiting pass, plan), then `update_from_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from itertools import islice
 
 from servetwin.sim.config import EngineConfig
@@ -69,7 +69,7 @@ class Scheduler:
         self.rules = config.rules
         # Looked at in every step, so not dug up each time.
         limits = config.scheduler
-        self._token_budget, self._max_num_seqs = limits.token_budget, limits.max_num_seqs
+        self.token_budget, self._max_num_seqs = limits.token_budget, limits.max_num_seqs
         self._threshold = limits.long_prefill_token_threshold
         self._chunks, self._gate = limits.enable_chunked_prefill, limits.scheduler_reserve_full_isl
         self._max_model_len, self._usable_blocks = config.model.max_model_len, config.cache.usable_blocks
@@ -90,8 +90,6 @@ class Scheduler:
             config.scheduler.use_v2_model_runner,
             config.cache.block_size if config.cache.zero_fresh_blocks else None,
         )
-        self._tried_hits: list[int] = []
-        """What the head of the queue found in the prefix cache when it was tried last."""
         self._asks_policy = not inherits(self.policy, "may_admit")
         self._on_queued = getattr(self.policy, "on_queued", None)
         self._on_scheduled = getattr(self.policy, "on_scheduled", None)
@@ -106,7 +104,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         if self.kv.enable_caching:
             # On arrival, as in vLLM: not while a step is waited for.
-            request.hash_prompt()
+            request.hash_prompt(self.kv.known_runs)
         if self._on_queued is not None:
             self._on_queued(request, now)
         self.waiting.add(request, now)
@@ -142,7 +140,7 @@ class Scheduler:
 
     def schedule(self, now: int) -> tuple[SchedulerOutput, ScheduleRecord]:
         """Decides one step at simulated time `now` (ns)."""
-        step = Step(self._token_budget)
+        step = Step(self.token_budget)
         evictions = self.kv.pool.num_evictions
         self._decide(step, now)
         shared = self.kv.num_common_prefix_blocks(self.running[0]) if self.running else 0
@@ -286,22 +284,15 @@ class Scheduler:
         """Admits the head of the queue, or says why not."""
         if self._asks_policy and not self.policy.may_admit(request, self._admission_state(step, now)):
             return WaitReason.POLICY
-        hits = self._tried_hits = self.kv.get_computed_blocks(request)
+        hits = self.kv.get_computed_blocks(request)
         if self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
-        ahead = len(hits) * self.kv.block_size
-        # As with vLLM's KV connectors: what was brought needs blocks at once, and no step.
-        brought = max(request.num_external_tokens - ahead, 0)
-        num_tokens = self._first_tokens(request, ahead + brought, step.budget)
-        if num_tokens is None:
-            return WaitReason.BUDGET
-        if self._gate and not self.kv.full_sequence_fits(request, hits):
-            # What keeps it out is the gate only where its first chunk would find room.
-            fits = self.kv.chunk_fits(request, brought + num_tokens, hits)
-            return WaitReason.GATE if fits else WaitReason.BLOCKS
-        lookahead, room = self._admission_lookahead, brought + num_tokens
-        if self.kv.allocate_slots(request, room, hits, num_lookahead_tokens=lookahead) is None:
-            return WaitReason.BLOCKS
+        num_tokens = self._first_chunk(request, hits, step.budget, self.kv.pool.num_free)
+        if not isinstance(num_tokens, int):
+            return num_tokens
+        brought, lookahead = self._brought(request, hits), self._admission_lookahead
+        blocks = self.kv.allocate_slots(request, brought + num_tokens, hits, num_lookahead_tokens=lookahead)
+        assert blocks is not None, "counted before"
         if not self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
         self._admit(request, num_tokens, hits, step, now)
@@ -310,6 +301,28 @@ class Scheduler:
             request.num_computed_tokens += brought
             request.num_external_tokens = 0
         return None
+
+    def _first_chunk(
+        self, request: Request, hits: Sequence[int], budget: int, free_blocks: int
+    ) -> int | WaitReason:
+        """Tokens of the first chunk of the head of the queue, or why it stays out, where so much is left."""
+        kv, brought = self.kv, self._brought(request, hits)
+        num_tokens = self._first_tokens(request, len(hits) * kv.block_size + brought, budget)
+        if num_tokens is None:
+            return WaitReason.BUDGET
+        needed = kv.blocks_for(request, brought + num_tokens, hits)
+        if needed > free_blocks:
+            return WaitReason.BLOCKS
+        if self._gate and kv.blocks_for_all(request, hits) > free_blocks:
+            # What keeps it out is the gate only where its first chunk would find room.
+            return WaitReason.GATE
+        if self._admission_lookahead:
+            needed = kv.blocks_for(request, brought + num_tokens + self._admission_lookahead, hits)
+        return num_tokens if needed <= free_blocks else WaitReason.BLOCKS
+
+    def _brought(self, request: Request, hits: Sequence[int]) -> int:
+        """Tokens that another engine has computed: as with vLLM's KV connectors they need blocks, and no step."""
+        return max(request.num_external_tokens - len(hits) * self.kv.block_size, 0)
 
     def _first_tokens(self, request: Request, hit_tokens: int, budget: int) -> int | None:
         """Tokens of a request's first chunk; None when it may not be chunked and does not fit the step."""

@@ -54,6 +54,10 @@ class PiecesPrompt:
         self._tokens_of = tokens_of
         self.num_tokens = self._ends[-1]
 
+    def named_runs(self) -> tuple[Sequence[int], int]:
+        """None that are worth remembering: every turn has its own."""
+        return (), 0
+
     def token_ids(self) -> list[int]:
         ids: list[int] = []
         for piece in self.pieces:

@@ -56,6 +56,10 @@ class LengthPrompt:
         if spec.prefix_ids:
             self._shared = min(len(spec.prefix_ids) * (spec.prefix_block_tokens or 1), spec.prompt_tokens)
 
+    def named_runs(self) -> tuple[Sequence[int], int]:
+        names, size = self._spec.prefix_ids or (), self._spec.prefix_block_tokens or 1
+        return names[: self.num_tokens // size], size
+
     def token_ids(self) -> list[int]:
         ids: list[int] = []
         run = self._spec.prefix_block_tokens or 1

@@ -46,13 +46,17 @@ class WaitTracker:
             self._newly_queued[preempted.request_id] = now_ns
         for admitted in record.admitted:
             self.left(admitted.request_id, now_ns)
+        self.headed_by(record.head, record.head_reason, now_ns)
+
+    def headed_by(self, head: str | None, reason: WaitReason | None, now_ns: int) -> None:
+        """A schedule call is over: this request heads the queue, for this reason (None: nobody waits)."""
         for request_id, since_ns in self._newly_queued.items():
-            self._open[request_id] = Wait(since_ns, _reason(request_id, record))
+            self._open[request_id] = Wait(since_ns, _reason(request_id, head, reason))
         self._newly_queued.clear()
-        for head in (self._head, record.head):
-            if head is not None and head in self._open:
-                self._change(head, _reason(head, record), now_ns)
-        self._head = record.head
+        for known in (self._head, head):
+            if known is not None and known in self._open:
+                self._change(known, _reason(known, head, reason), now_ns)
+        self._head = head
 
     def queued_behind(self) -> None:
         """A schedule call that finds the same head with the same reason as the one before it, and admits nobody."""
@@ -83,7 +87,5 @@ class WaitTracker:
             self._emit(request_id, wait.reason, wait.since_ns, now_ns)
 
 
-def _reason(request_id: str, record: ScheduleRecord) -> WaitReason:
-    if request_id == record.head and record.head_reason is not None:
-        return record.head_reason
-    return WaitReason.HEAD_OF_LINE
+def _reason(request_id: str, head: str | None, reason: WaitReason | None) -> WaitReason:
+    return WaitReason.HEAD_OF_LINE if reason is None or request_id != head else reason

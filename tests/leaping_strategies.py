@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,31 @@ def cases(draw: Draw) -> Case:
         draw(st.sampled_from([0, 0, 0, tick])),
         draw(st.sampled_from([5, 40, 1000])),
     )
+
+
+def plain_cases() -> st.SearchStrategy[Case]:
+    """Those that go the short way (`sim/plain_steps.py`): one step at a time, of requests that end by their length."""
+    return cases().map(_plain)
+
+
+def _plain(case: Case) -> Case:
+    engine = case.engine
+    engine = engine.model_copy(
+        update={
+            "model": engine.model.model_copy(update={"eos_token_id": None}),
+            "scheduler": engine.scheduler.model_copy(update={"async_scheduling": False}),
+        }
+    )
+    nobody_asks: dict[str, Any] = {
+        "stop_token_ids": (),
+        "prompt_token_ids": None,
+        "session_id": None,
+        "context_tokens": None,
+    }
+    requests = [replace(request, **nobody_asks) for request in case.requests]
+    model = case.model.even if isinstance(case.model, UnevenModel) else case.model
+    changes: dict[str, Any] = {"host": None, "log_blocks": False, "turnaround_ns": 0}
+    return replace(case, engine=engine, requests=requests, model=model, **changes)
 
 
 @st.composite

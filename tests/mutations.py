@@ -78,8 +78,8 @@ SCHEDULING = (
         "the full-sequence gate is gone",
         5,
         SCHEDULER,
-        "if self._gate and not self.kv.full_sequence_fits(",
-        "if False and not self.kv.full_sequence_fits(",
+        "if self._gate and kv.blocks_for_all(",
+        "if False and kv.blocks_for_all(",
         (
             "test_scheduler_rules.py::test_05_the_gate_asks_for_the_whole_prompt",
             "test_scheduler_rules.py::test_05_the_gate_counts_the_outputs_of_a_resumed_request",
@@ -90,8 +90,8 @@ SCHEDULING = (
         "the full-sequence gate asks for the prompt alone",
         5,
         MANAGER,
-        "whole = min(request.num_tokens, self._max_model_len)",
-        "whole = min(request.num_prompt_tokens, self._max_model_len)",
+        "min(request.num_tokens, self._max_model_len), hits)",
+        "min(request.num_prompt_tokens, self._max_model_len), hits)",
         (
             "test_scheduler_rules.py::test_05_the_gate_counts_the_outputs_of_a_resumed_request",
             f"{GOLDENS}[s07_priority_preempt]",
@@ -101,7 +101,7 @@ SCHEDULING = (
         "free hit blocks cost nothing",
         6,
         MANAGER,
-        "return fresh + sum(self.pool.references(b) == 0 for b in hits)",
+        "return fresh + len(self.pool.free_of(hits))",
         "return fresh",
         (
             "test_scheduler_rules.py::test_06_hit_blocks_that_nobody_uses_count_as_taken",
@@ -112,7 +112,7 @@ SCHEDULING = (
         "hit blocks in use count as taken",
         6,
         MANAGER,
-        "return fresh + sum(self.pool.references(b) == 0 for b in hits)",
+        "return fresh + len(self.pool.free_of(hits))",
         "return fresh + len(hits)",
         (
             "test_scheduler_rules.py::test_06_hit_blocks_in_use_cost_nothing",
@@ -641,8 +641,8 @@ SCHEDULING = (
         "a salt is no part of a block's identity",
         0,
         HASH,
-        "self._parent = _NO_PARENT if cache_salt is None else _salted_root(cache_salt)",
-        "self._parent = _NO_PARENT",
+        "= _NO_PARENT if cache_salt is None else _salted_root(cache_salt)",
+        "= _NO_PARENT",
         (
             "test_reports_blocks.py::test_15_prompts_share_blocks_within_one_salt_only",
             "test_reports_blocks.py::test_15_a_salt_is_no_prefix_of_tokens",
@@ -728,8 +728,8 @@ OTHERS = (
         "a head without blocks has no reason to wait",
         0,
         "sim/scheduler.py",
-        "return WaitReason.GATE if fits else WaitReason.BLOCKS",
-        "return WaitReason.GATE",
+        "if needed > free_blocks:\n            return WaitReason.BLOCKS",
+        "if needed > free_blocks:\n            return WaitReason.GATE",
         ("test_reports_blocks.py::test_11_hit_blocks_in_the_free_queue_count_as_taken",),
     ),
     Mutation(
@@ -956,8 +956,74 @@ OTHERS = (
 )
 
 SAME_LOG = ("test_leaping.py::test_a_run_is_the_same_with_leaps",)
+SHORT_WAY = ("test_leaping.py::test_a_run_is_the_same_on_the_short_way",)
 CALENDAR, LEAPING, TIMES = "sim/decode_calendar.py", "sim/leaping_scheduler.py", "sim/leap_times.py"
+PLAIN, STEPS = "sim/plain_scheduler.py", "sim/plain_steps.py"
 LEAPS = (
+    Mutation(
+        "the blocks that rows take first are there for the head of the queue",
+        0,
+        LEAPING,
+        "free = kv.pool.num_free - due",
+        "free = kv.pool.num_free",
+        SHORT_WAY,
+    ),
+    Mutation(
+        "hits that the rows take first are found all the same",
+        0,
+        POOL,
+        "            if block in taken:",
+        "            if False:",
+        SHORT_WAY,
+    ),
+    Mutation(
+        "a prompt that comes in in part has its first token",
+        0,
+        STEPS,
+        "            if row.samples:\n                self._came_in",
+        "            if True:\n                self._came_in",
+        SHORT_WAY,
+    ),
+    Mutation(
+        "a request with one token to get sleeps",
+        0,
+        STEPS,
+        "if request.num_tokens + 1 < request.length_limit:",
+        "if True:",
+        SHORT_WAY,
+    ),
+    Mutation(
+        "a refused head is not looked up on the short way",
+        0,
+        PLAIN,
+        "return self._counts_refused_lookups or isinstance(verdict, int)",
+        "return isinstance(verdict, int)",
+        SHORT_WAY,
+    ),
+    Mutation(
+        "what a resumed request computes again is new on the short way",
+        0,
+        STEPS,
+        "            recomputed += again\n",
+        "",
+        SHORT_WAY,
+    ),
+    Mutation(
+        "an older private content outlives the newer one's place",
+        0,
+        POOL,
+        "if found is None or hash_of[found] is not chain:",
+        "if found is None:",
+        SHORT_WAY,
+    ),
+    Mutation(
+        "a named run has the same hash whatever stands in front",
+        0,
+        HASH,
+        "\n            parent = hashes[-1]",
+        "",
+        ("test_block_hash.py::test_named_runs_are_hashed_once",),
+    ),
     Mutation(
         "a sleeper ends a step early",
         0,
@@ -969,7 +1035,7 @@ LEAPS = (
     Mutation(
         "a sleeper that came in whole ends a step early",
         0,
-        LEAPING,
+        PLAIN,
         "request.last_step = request.length_limit - 2 - request.base\n        request.joined",
         "request.last_step = request.length_limit - 3 - request.base\n        request.joined",
         SAME_LOG,
@@ -985,10 +1051,10 @@ LEAPS = (
     Mutation(
         "prompts are let in whole where blocks are short",
         0,
-        LEAPING,
-        "return tokens <= self._token_budget and blocks <= self.kv.pool.num_free",
-        "return tokens <= self._token_budget",
-        SAME_LOG,
+        PLAIN,
+        "if tokens < 0 or blocks < 0 or not",
+        "if tokens < 0 or not",
+        SHORT_WAY,
     ),
     Mutation(
         "the first in running order gives way to sleepers",
@@ -1002,9 +1068,9 @@ LEAPS = (
         "blocks that a stuck head has found are taken in a leap",
         0,
         LEAPING,
-        "spare = min(spare, self.kv.pool.num_before(self._stuck_hits))",
+        "spare = min(spare, self.kv.pool.num_before(self._stuck_hits, most))",
         "pass",
-        SAME_LOG,
+        SHORT_WAY,
     ),
     Mutation(
         "a look-up of a stuck head counts once for a leap",
@@ -1122,8 +1188,8 @@ LEAPS = (
         "a head that may find more with every block is leapt over",
         0,
         LEAPING,
-        "            if self.calendar.num_filling:\n                # What",
-        "            if False:\n                # What",
+        "if kv.enable_caching and calendar.num_filling:",
+        "if False:",
         SAME_LOG,
     ),
     Mutation(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from copy import deepcopy
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -167,6 +169,30 @@ class PoolMachine(RuleBasedStateMachine):
             if not self.references[block]:
                 self.free.append(block)
 
+    @rule(count=st.integers(0, 7))
+    def look_ahead(self, count: int) -> None:
+        """What of a hit is left when blocks have been taken, and how many can be taken until something is gone."""
+        names = [content(n) for n in range(4)]
+        hits = self.pool.find_leading(names)
+        assert hits == self.found_without([])
+        taken = [*self.free][:count]
+        left = self.pool.hits_after(hits, count)
+        assert left is None or left == self.found_without(taken)
+        free = self.pool.free_of(hits)
+        assert free == [b for b in hits if not self.references[b]]
+        if free and (before := self.pool.num_before(free, 7)):
+            assert not {*free} & {*[*self.free][:before]}
+
+    def found_without(self, taken: list[int]) -> list[int]:
+        """The leading contents 0, 1, ... that are found when these blocks have lost theirs."""
+        hits = []
+        for wanted in range(4):
+            block = next((b for b, c in self.contents.items() if c == wanted and b not in taken), None)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
     @invariant()
     def agree(self) -> None:
         self.pool.check_integrity()
@@ -205,3 +231,25 @@ def test_a_private_content_in_two_blocks_is_found_in_the_older() -> None:
     assert (pool.num_cached_free, pool.num_cached_hashes) == (4, 2)
     pool.take(6, "b")
     assert (pool.find(("a", 0)), pool.find(("a", 1)), pool.num_evictions) == (second[0], second[1], 2)
+
+
+@given(st.lists(st.tuples(st.integers(1, 7), st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=6))
+def test_a_request_finds_its_own_contents_together_as_one_by_one(turns: list[tuple[int, int, int]]) -> None:
+    """However often it lost its blocks, others took some of them, and it found the rest again."""
+    pool = BlockPool(10)
+    for blocks, kept_back, others in turns:
+        hits = pool.find_own("a", 0, blocks)
+        alone, looking = deepcopy(pool), []
+        for place in range(blocks):
+            if (found := alone.find(("a", place))) is None:
+                break
+            looking.append(found)
+        assert hits == looking
+        if blocks - len(hits) > pool.num_free - len(pool.free_of(hits)):
+            continue
+        pool.touch(hits, "a")
+        table = hits + pool.take(blocks - len(hits), "a")
+        pool.release_own(table, Chain("a", 0, table[: max(blocks - kept_back, len(hits))]))
+        pool.check_integrity()
+        taken = pool.take(min(others, pool.num_free), "b")
+        pool.release(taken, "b")

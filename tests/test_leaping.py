@@ -14,7 +14,7 @@ import pytest
 from engines import engine_config, serve, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from leaping_strategies import Case, cases
+from leaping_strategies import Case, cases, plain_cases
 
 from servetwin.sim.block_hash import TokenPrompt
 from servetwin.sim.cli import run
@@ -57,6 +57,12 @@ def assert_the_same(case: Case) -> MemorySink:
 @given(cases())
 def test_a_run_is_the_same_with_leaps(case: Case) -> None:
     """Every table, every column, every row: steps, times, blocks, gaps, waits, and how it ended."""
+    assert_the_same(case)
+
+
+@given(plain_cases())
+def test_a_run_is_the_same_on_the_short_way(case: Case) -> None:
+    """The same for engines that take one plain step at a time."""
     assert_the_same(case)
 
 
