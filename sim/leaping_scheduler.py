@@ -157,6 +157,11 @@ class LeapingScheduler(Scheduler):
         request.is_plain = self._will_be_plain(request)
         self._num_special += not request.is_plain
 
+    @property
+    def is_full(self) -> bool:
+        """There is no seat left."""
+        return len(self.running) == self._max_num_seqs
+
     def try_head(self, now: int) -> WaitReason | None:
         """Why the head of the queue stays out of the next step, where that is one of sleeping rows alone.
 
@@ -182,8 +187,9 @@ class LeapingScheduler(Scheduler):
         if kv.enable_caching and calendar.num_filling:
             # What it finds may become more with every block that is filled.
             return None
-        hits = kv.get_computed_blocks(request)
-        if hits and due and (hits := kv.pool.hits_after(hits, due)) is None:
+        found = kv.get_computed_blocks(request)
+        hits = kv.pool.hits_after(found, due) if found and due else found
+        if hits is None:
             return None
         verdict = self._first_chunk(request, hits, budget, free)
         if isinstance(verdict, int):

@@ -68,11 +68,6 @@ class PlainScheduler(LeapingScheduler):
         woken, self._woken = self._woken, []
         return step.record, woken
 
-    @property
-    def is_full(self) -> bool:
-        """There is no seat left."""
-        return len(self.running) == self._max_num_seqs
-
     def counts_lookup(self, verdict: int | WaitReason) -> bool:
         """A look at the head of the queue that ended so counts in the statistics of the prefix cache."""
         if not self.kv.enable_caching or verdict is WaitReason.SEATS:
