@@ -974,7 +974,7 @@ LEAPS = (
         POOL,
         "            if block in taken:",
         "            if False:",
-        SHORT_WAY,
+        ("test_block_pool.py::test_what_is_left_of_a_hit_when_blocks_are_taken",),
     ),
     Mutation(
         "a prompt that comes in in part has its first token",

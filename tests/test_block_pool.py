@@ -98,6 +98,19 @@ def test_the_oldest_duplicate_is_found(evicted: int, left: int) -> None:
     assert pool.find(content(9)) == left
 
 
+def test_what_is_left_of_a_hit_when_blocks_are_taken() -> None:
+    """Up to the first block that goes; unknown where an equal block would be found in its place."""
+    pool = BlockPool(7)
+    pool.take(4, "a")
+    pool.insert([1, 2, 3, 4], [content(1), content(2), content(3), content(2)])
+    pool.release([3, 1, 2], "a")
+    hits = pool.find_leading([content(1), content(2), content(3)])
+    assert (hits, pool.free_queue()) == ([1, 2, 3], [5, 6, 3, 1, 2])
+    assert [pool.hits_after(hits, n) for n in (0, 2, 3, 4)] == [hits, hits, [1, 2], []]
+    assert pool.hits_after([2, 3], 5) is None
+    assert [pool.num_before(hits, most) for most in (1, 5)] == [1, 2]
+
+
 def test_the_journal_tells_every_change_in_order() -> None:
     """Take, hash, release, touch; and an eviction before the take that caused it."""
     pool = BlockPool(2, journal=True)
