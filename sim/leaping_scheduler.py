@@ -191,13 +191,19 @@ class LeapingScheduler(Scheduler):
         hits = kv.pool.hits_after(found, due) if found and due else found
         if hits is None:
             return None
-        verdict = self._first_chunk(request, hits, budget, free)
+        verdict = self._verdict(request, hits, budget, free)
         if isinstance(verdict, int):
             self._found = hits, verdict
         elif verdict is not WaitReason.BUDGET:
             self._stick(verdict, request, hits, budget)
             return verdict
         return None
+
+    def _verdict(self, request: Request, hits: list[int], budget: int, free: int) -> int | WaitReason:
+        """Tokens of the first chunk of the head of the queue where so much is left, or why it stays out."""
+        verdict = self._first_chunk(request, hits, budget, free)
+        fits = not isinstance(verdict, int) or self.kv.blocks_for(request, verdict, hits) <= free
+        return verdict if fits else WaitReason.BLOCKS
 
     def _stick(self, reason: WaitReason, request: Request, hits: list[int], budget: int) -> None:
         """The head of the queue is kept out of a step with so many tokens left, having found these hits."""

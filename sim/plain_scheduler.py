@@ -84,7 +84,7 @@ class PlainScheduler(LeapingScheduler):
             (hits, verdict), self._found = self._found, None
         else:
             hits = self.kv.get_computed_blocks(request)
-            verdict = self._first_chunk(request, hits, budget, self.kv.pool.num_free)
+            verdict = self._verdict(request, hits, budget, self.kv.pool.num_free)
         if isinstance(verdict, int):
             self._come_in(request, hits, verdict)
         return request, hits, verdict

@@ -291,8 +291,9 @@ class Scheduler:
         if not isinstance(num_tokens, int):
             return num_tokens
         brought, lookahead = self._brought(request, hits), self._admission_lookahead
-        blocks = self.kv.allocate_slots(request, brought + num_tokens, hits, num_lookahead_tokens=lookahead)
-        assert blocks is not None, "counted before"
+        room = brought + num_tokens
+        if self.kv.allocate_slots(request, room, hits, num_lookahead_tokens=lookahead) is None:
+            return WaitReason.BLOCKS
         if not self._counts_refused_lookups:
             self._count_lookup(request, hits, step)
         self._admit(request, num_tokens, hits, step, now)
@@ -305,20 +306,19 @@ class Scheduler:
     def _first_chunk(
         self, request: Request, hits: Sequence[int], budget: int, free_blocks: int
     ) -> int | WaitReason:
-        """Tokens of the first chunk of the head of the queue, or why it stays out, where so much is left."""
+        """Tokens of the first chunk of the head of the queue where so much is left, or why it stays out.
+
+        For a chunk there need not be blocks: `allocate_slots` sees to that.
+        """
         kv, brought = self.kv, self._brought(request, hits)
         num_tokens = self._first_tokens(request, len(hits) * kv.block_size + brought, budget)
         if num_tokens is None:
             return WaitReason.BUDGET
-        needed = kv.blocks_for(request, brought + num_tokens, hits)
-        if needed > free_blocks:
-            return WaitReason.BLOCKS
         if self._gate and kv.blocks_for_all(request, hits) > free_blocks:
             # What keeps it out is the gate only where its first chunk would find room.
-            return WaitReason.GATE
-        if self._admission_lookahead:
-            needed = kv.blocks_for(request, brought + num_tokens + self._admission_lookahead, hits)
-        return num_tokens if needed <= free_blocks else WaitReason.BLOCKS
+            fits = kv.blocks_for(request, brought + num_tokens, hits) <= free_blocks
+            return WaitReason.GATE if fits else WaitReason.BLOCKS
+        return num_tokens
 
     def _brought(self, request: Request, hits: Sequence[int]) -> int:
         """Tokens that another engine has computed: as with vLLM's KV connectors they need blocks, and no step."""

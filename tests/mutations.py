@@ -728,8 +728,8 @@ OTHERS = (
         "a head without blocks has no reason to wait",
         0,
         "sim/scheduler.py",
-        "if needed > free_blocks:\n            return WaitReason.BLOCKS",
-        "if needed > free_blocks:\n            return WaitReason.GATE",
+        "return WaitReason.GATE if fits else WaitReason.BLOCKS",
+        "return WaitReason.GATE",
         ("test_reports_blocks.py::test_11_hit_blocks_in_the_free_queue_count_as_taken",),
     ),
     Mutation(

@@ -133,6 +133,11 @@ def _told(found: Plan, row: Row, capacity: Capacity) -> Iterator[str]:
             f"headroom      {100 * capacity.headroom:.0f} % to the knee: {_rate(capacity.knee)} are served when all "
             "come at once"
         )
+    else:
+        yield (
+            "headroom      not known: with all requests at once nobody waits long enough to tell what is served then "
+            "(more of them: --num-prompts)"
+        )
     yield f"bound by      {capacity.binding}: {capacity.reason}"
     if limit is not None and not limit.is_monotone:
         rates = ", ".join(_number(rate) for rate in limit.good_above)
