@@ -210,8 +210,8 @@ class PlainSteps:
     def _admit(self, now: int) -> int:
         """A step of all who wait, whole, beside the rows that sleep; its end."""
         scheduler, log = self._scheduler, self._log
-        calendar, pool = scheduler.calendar, scheduler.kv.pool
-        number, sleeping, evictions = scheduler.number, calendar.num_rows, pool.num_evictions
+        calendar, evictions = scheduler.calendar, scheduler.kv.pool.num_evictions
+        number, sleeping = scheduler.number, calendar.num_rows
         context, longest = calendar.context(number)
         scheduler.take_blocks(1)
         tokens = pairs = contexts = hits = 0
@@ -234,30 +234,18 @@ class PlainSteps:
         shape = StepShape(
             sleeping + tokens, rows, rows, sleeping, context, longest, tokens, count, pairs, contexts, *largest, count
         )  # fmt: skip
-        device_ns = self._timer.device_ns(shape)
-        end_ns = now + device_ns
-        caches, free, cached_free = scheduler.kv.enable_caching, pool.num_free, pool.num_cached_free
-        # As INTEGERS and RUN_INTEGERS of `sim/step_rows.py` want it.
-        row = (
-            now, 0, device_ns, 0, tokens, sleeping, rows, sleeping,
-            len(scheduler.running), 0, pool.num_gpu_blocks - 1 - free, cached_free, free - cached_free,
-            0, pool.num_evictions - evictions, contexts if caches else 0, hits, 0, 0, 0, 0, 0, 0,
-            0, now, now, end_ns, NEVER, 0,
-            rows, context, longest, count, pairs, contexts, *largest, count,
-            1, 0, sleeping,
-        )  # fmt: skip
+        end_ns = now + self._timer.device_ns(shape)
         for request, hit_tokens in came_in:
             log.came_in(request.request_id, hit_tokens, len(request.block_ids), now, end_ns)
-        log.ran(self._timer.source, row, 1, end_ns)
-        self._steps = 1
-        scheduler.skip(1)
+        look_ups = (contexts, hits, 0, 0) if scheduler.kv.enable_caching else NO_LOOKUP
+        self._ran(now, end_ns, shape, sleeping, evictions, look_ups=look_ups)
         return end_ns
 
     def _admit_some(self, now: int) -> int:
         """The same for those that there is room for, some of whom have run before, the last one perhaps in part."""
         scheduler, log = self._scheduler, self._log
-        calendar, pool = scheduler.calendar, scheduler.kv.pool
-        number, sleeping, evictions = scheduler.number, calendar.num_rows, pool.num_evictions
+        calendar, evictions = scheduler.calendar, scheduler.kv.pool.num_evictions
+        number, sleeping = scheduler.number, calendar.num_rows
         context, longest = calendar.context(number)
         scheduler.take_blocks(1)
         rows, look_ups, reason = self._let_in(now, scheduler.token_budget - sleeping)
@@ -268,8 +256,7 @@ class PlainSteps:
             decode_context_tokens=context,
             decode_context_max_tokens=longest,
         )
-        device_ns = self._timer.device_ns(shape)
-        end_ns = now + device_ns
+        end_ns = now + self._timer.device_ns(shape)
         recomputed = 0
         for request, row in rows:
             again = _computed_again(request, row)
@@ -279,46 +266,54 @@ class PlainSteps:
                 self._came_in.append((request, row.num_computed_tokens))
         if scheduler.waiting:
             log.kept_out(scheduler.waiting.peek(now).request_id, reason, now)
-        free, cached_free = pool.num_free, pool.num_cached_free
-        # As INTEGERS and RUN_INTEGERS of `sim/step_rows.py` want it.
-        figures = (
-            now, 0, device_ns, 0, shape.prefill_tokens, shape.new_tokens - shape.prefill_tokens, shape.rows,
-            shape.decode_rows, len(scheduler.running), len(scheduler.waiting), pool.num_gpu_blocks - 1 - free,
-            cached_free, free - cached_free, 0, pool.num_evictions - evictions, *look_ups, recomputed, 0, 0, 0,
-            0, now, now, end_ns, NEVER, 0,
-            shape.logits_rows, shape.decode_context_tokens, shape.decode_context_max_tokens, *shape[7:],
-            1, 0, sleeping,
-        )  # fmt: skip
-        log.ran(self._timer.source, figures, 1, end_ns)
-        self._steps = 1
-        scheduler.skip(1)
+        self._ran(now, end_ns, shape, sleeping, evictions, look_ups=look_ups, recomputed=recomputed)
         return end_ns
 
     def _preempt(self, now: int) -> int:
         """A step of the rows that sleep for which there are blocks, at the cost of others; its end."""
         scheduler, log = self._scheduler, self._log
-        calendar, pool, evictions = scheduler.calendar, scheduler.kv.pool, scheduler.kv.pool.num_evictions
+        calendar, evictions = scheduler.calendar, scheduler.kv.pool.num_evictions
         record, woken = scheduler.preempt(now)
         log.woke(woken)
         log.decided(record, now)
         rows = calendar.num_rows
         context, longest = calendar.context(scheduler.number)
         shape = StepShape(rows, rows, rows, rows, context, longest, 0, 0, 0, 0, 0, 0, 0)
-        device_ns = self._timer.device_ns(shape)
-        end_ns = now + device_ns
-        free, cached_free = pool.num_free, pool.num_cached_free
+        end_ns = now + self._timer.device_ns(shape)
+        self._ran(now, end_ns, shape, rows, evictions, preempted=len(record.preempted))
+        return end_ns
+
+    def _ran(
+        self,
+        now: int,
+        end_ns: int,
+        shape: StepShape,
+        regular: int,
+        evictions: int,
+        *,
+        preempted: int = 0,
+        look_ups: Sequence[int] = NO_LOOKUP,
+        recomputed: int = 0,
+    ) -> None:
+        """Tells the log of one step; `regular` of its rows had a token with the step before, too.
+
+        `evictions`: of all steps before it.
+        """
+        scheduler, pool = self._scheduler, self._scheduler.kv.pool
+        free, cached_free, prefill_tokens = pool.num_free, pool.num_cached_free, shape.prefill_tokens
         # As INTEGERS and RUN_INTEGERS of `sim/step_rows.py` want it.
-        figures = (
-            now, 0, device_ns, 0, 0, rows, rows, rows, len(scheduler.running), len(scheduler.waiting),
-            pool.num_gpu_blocks - 1 - free, cached_free, free - cached_free, len(record.preempted),
-            pool.num_evictions - evictions, *NO_LOOKUP, 0, 0, 0, 0,
-            0, now, now, end_ns, NEVER, 0, rows, context, longest, 0, 0, 0, 0, 0, 0,
-            1, 0, rows,
+        row = (
+            now, 0, end_ns - now, 0, prefill_tokens, shape.new_tokens - prefill_tokens, shape.rows, shape.decode_rows,
+            len(scheduler.running), len(scheduler.waiting),
+            pool.num_gpu_blocks - 1 - free, cached_free, free - cached_free, preempted, pool.num_evictions - evictions,
+            *look_ups, recomputed, 0, 0, 0,
+            0, now, now, end_ns, NEVER, 0,
+            shape.logits_rows, shape.decode_context_tokens, shape.decode_context_max_tokens, *shape[7:],
+            1, 0, regular,
         )  # fmt: skip
-        log.ran(self._timer.source, figures, 1, end_ns)
+        self._log.ran(self._timer.source, row, 1, end_ns)
         self._steps = 1
         scheduler.skip(1)
-        return end_ns
 
     def _let_in(self, now: int, budget: int) -> _LetIn:
         """Lets in whom so many tokens, the seats and the blocks are enough for."""
