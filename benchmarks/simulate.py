@@ -17,7 +17,8 @@ prefix caching off, log written to disk, start-up excluded; block residencies ar
 
 Every figure comes from a process of its own; variants run in turn, medians over the rounds. The requests are made as
 they are needed, as from a trace that is read while it is served. A second line of each says by how much the memory of
-the process grew for each request, and the most that it had. Other simulators are not compared.
+the process grew for each request, and the most that it had. At last: what a finished request keeps in memory while its
+log is not written. Other simulators: benchmarks/peers.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -205,6 +207,37 @@ def _serve(variant: Variant, count: int, *, leaps: bool) -> tuple[int, int]:
         return counted[0], counted[1]
 
 
+def buffered_bytes(variant: Variant, first: int = 4096, last: int = 12_288) -> float:
+    """By how much what is kept grows with a finished request while nothing is written to disk."""
+    kept: dict[int, int] = {}
+    ended = 0
+    tokens, log = TokenSource(32_000), EventLog(MemorySink(), log_blocks=False)
+    log.flush_at_rows(10**9)
+
+    def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
+        nonlocal ended
+        for count in (first, last):
+            if ended < count <= ended + num_ended:
+                kept[count] = tracemalloc.get_traced_memory()[0]
+        ended += num_ended
+
+    tracemalloc.start()
+    try:
+        simulate(
+            RunConfig(engine=engine(variant), executor="linear"),
+            Stream(variant, last + 1),
+            ModelledStepTimer(MODEL, tokens, "linear"),
+            log,
+            tokens=tokens,
+            plan_tokens=False,
+            log_blocks=False,
+            on_progress=on_progress,
+        )
+    finally:
+        tracemalloc.stop()
+    return (kept[last] - kept[first]) / (last - first)
+
+
 def in_a_process(variant: Variant, count: int, *, leaps: bool) -> dict[str, float]:
     command = [sys.executable, __file__, "--one", variant.name, str(count), str(int(leaps))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -263,12 +296,16 @@ def _report(arguments: argparse.Namespace, variants: list[Variant]) -> dict[str,
             _show(v, count, found)
     start_up = statistics.median(start_up_s() for _ in range(3))
     print(f"start-up: `servetwin run` on two requests takes {start_up:.2f} s")
+    buffered = {v.name: buffered_bytes(v) for v in VARIANTS if v.name in ("W4", "W16")}
+    told = ", ".join(f"{name} {size:,.0f}" for name, size in buffered.items())
+    print(f"buffered log, bytes for each finished request: {told} (wanted: at most 600)")
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "rounds": arguments.rounds,
         "start_up_s": start_up,
+        "buffered_bytes_per_request": buffered,
         "rows": rows,
     }
 

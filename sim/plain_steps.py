@@ -179,7 +179,7 @@ class PlainSteps:
         if timer.decode_ns is not None:
             first_ns, growth_ns = timer.decode_ns(rows, context), timer.context_ns * rows
             duration_ns = steps * first_ns + growth_ns * (steps * (steps - 1) // 2)
-            if due_ns is not None and now + duration_ns > due_ns:
+            if steps > 1 and due_ns is not None and now + duration_ns > due_ns:
                 steps = even_steps_until(first_ns, growth_ns, due_ns - now, steps)
                 duration_ns = steps * first_ns + growth_ns * (steps * (steps - 1) // 2)
         else:
