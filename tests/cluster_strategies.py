@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
-from leaping_strategies import Case, cases
+from leaping_strategies import Case, UnevenModel, cases
 
 from servetwin.sim.cluster.config import Autoscale, ClusterConfig, Disaggregation, Failure
 from servetwin.sim.cluster.fleet import ReplicaParts, simulate_cluster
 from servetwin.sim.config import RunConfig
 from servetwin.sim.events import MemorySink
 from servetwin.sim.progress_guard import StalledError
-from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.steptime.modelled import ConstantStepModel, ModelledStepTimer
 from servetwin.sim.token_source import TokenSource
+from servetwin.sim.units import NS_PER_S
 from servetwin.workloads import ClosedLoop, ListWorkload
 
 Draw = st.DrawFn
@@ -77,7 +78,9 @@ def cluster_cases(draw: Draw, **fixed: Any) -> ClusterCase:
     kind = draw(st.sampled_from(["plain", "plain", "scaled", "split"]))
     if kind == "scaled":
         most = fields["replicas"] + draw(st.integers(0, 2))
-        fields["autoscale"] = _autoscale(draw, tick_s, fields["replicas"], most)
+        # Not millions of looks at the signal.
+        scale_tick_s = max(tick_s, _about_s(case) / 10_000)
+        fields["autoscale"] = _autoscale(draw, scale_tick_s, fields["replicas"], most)
     if kind == "split":
         fields["disaggregation"], fields["replicas"] = _disaggregation(draw, tick_s)
         fields["on_failure"] = draw(st.sampled_from(["lost", "reroute"]))
@@ -87,6 +90,15 @@ def cluster_cases(draw: Draw, **fixed: Any) -> ClusterCase:
     if closed:
         case = replace(case, requests=[replace(r, think_time_s=0.0) for r in case.requests])
     return ClusterCase(case, ClusterConfig(**fields | fixed), closed, draw(st.integers(0, 3)))
+
+
+def _about_s(case: Case) -> float:
+    """How long it may go on: its last arrival or reset, then one step after the other."""
+    even = case.model.even if isinstance(case.model, UnevenModel) else case.model
+    step_ns = even.step_ns if isinstance(even, ConstantStepModel) else getattr(even, "base_ns", 1)
+    tokens = sum(request.output_tokens + 1 for request in case.requests)
+    last_s = max(request.arrival_s for request in case.requests)
+    return last_s + (max([0, *case.cache_resets_ns]) + tokens * step_ns) / NS_PER_S
 
 
 def _autoscale(draw: Draw, tick_s: float, replicas: int, most: int) -> Autoscale:
