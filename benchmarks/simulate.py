@@ -42,6 +42,7 @@ import numpy as np
 
 from servetwin.sim.config import CacheConfig, EngineConfig, ModelConfig, RunConfig, SchedulerConfig
 from servetwin.sim.events import EventLog, MemorySink
+from servetwin.sim.leaping_process import OnProgress
 from servetwin.sim.runs import RunWriter
 from servetwin.sim.simulation import simulate
 from servetwin.sim.steptime.modelled import LinearStepModel, ModelledStepTimer
@@ -186,32 +187,38 @@ def _serve(variant: Variant, count: int, *, leaps: bool) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         sink = RunWriter.create(Path(folder) / "run", {"config": {}}) if variant.to_disk else MemorySink()
         log = EventLog(sink, log_blocks=False)
-        tokens = TokenSource(32_000)
         counted = [0, 0]
 
         def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
             counted[0] += num_steps if num_steps > 1 else 0
             counted[1] += num_steps
 
-        simulate(
-            RunConfig(engine=engine(variant), executor="linear"),
-            Stream(variant, count),
-            ModelledStepTimer(MODEL, tokens, "linear"),
-            log,
-            tokens=tokens,
-            plan_tokens=False,
-            log_blocks=False,
-            leaps=leaps,
-            on_progress=on_progress,
-        )
+        _simulate(variant, count, log, on_progress, leaps=leaps)
         return counted[0], counted[1]
+
+
+def _simulate(
+    variant: Variant, count: int, log: EventLog, on_progress: OnProgress, *, leaps: bool = True
+) -> None:
+    tokens = TokenSource(32_000)
+    simulate(
+        RunConfig(engine=engine(variant), executor="linear"),
+        Stream(variant, count),
+        ModelledStepTimer(MODEL, tokens, "linear"),
+        log,
+        tokens=tokens,
+        plan_tokens=False,
+        log_blocks=False,
+        leaps=leaps,
+        on_progress=on_progress,
+    )
 
 
 def buffered_bytes(variant: Variant, first: int = 4096, last: int = 12_288) -> float:
     """By how much what is kept grows with a finished request while nothing is written to disk."""
     kept: dict[int, int] = {}
     ended = 0
-    tokens, log = TokenSource(32_000), EventLog(MemorySink(), log_blocks=False)
+    log = EventLog(MemorySink(), log_blocks=False)
     log.flush_at_rows(10**9)
 
     def on_progress(num_steps: int, num_ended: int, now_ns: int) -> None:
@@ -223,16 +230,7 @@ def buffered_bytes(variant: Variant, first: int = 4096, last: int = 12_288) -> f
 
     tracemalloc.start()
     try:
-        simulate(
-            RunConfig(engine=engine(variant), executor="linear"),
-            Stream(variant, last + 1),
-            ModelledStepTimer(MODEL, tokens, "linear"),
-            log,
-            tokens=tokens,
-            plan_tokens=False,
-            log_blocks=False,
-            on_progress=on_progress,
-        )
+        _simulate(variant, last + 1, log, on_progress)
     finally:
         tracemalloc.stop()
     return (kept[last] - kept[first]) / (last - first)

@@ -36,6 +36,8 @@ run has left at least half of them while a long one does not fall into thousands
 
 _SHAPE_COLUMNS = attrgetter(*SHAPE_COLUMNS)
 _LISTS = attrgetter(*LISTS)
+_ONE_TOKEN = [0]
+"""Nobody asks which."""
 _NO_EXTRAS = (0,) * 4
 """Of a step without recomputation and drafts."""
 _NO_PREFILL = (0,) * 6
@@ -207,7 +209,7 @@ class EventLog:
         self, frame: Frame, result: StepResult, times: StepTimes, end_ns: int, outputs: EngineCoreOutputs
     ) -> None:
         """A step is complete: `end_ns` dates its tokens and whatever finished with it."""
-        regular = self._note_outputs(outputs, end_ns)
+        regular = self._note_outputs(outputs.new_token_ids, end_ns)
         self._step_row(
             frame.record,
             self._shape_of(frame, result),
@@ -236,7 +238,7 @@ class EventLog:
         outputs: LightOutputs,
     ) -> None:
         """The same for a step most of whose rows sleep; `source`: where its duration comes from."""
-        regular = outputs.regular + self._note_outputs(outputs, end_ns)
+        regular = outputs.regular + self._note_outputs(outputs.new_token_ids, end_ns)
         shape = frame.shape
         self._step_row(frame.record, shape, shape.rows, cost, source, frame.start_ns, times, end_ns, regular)
         self._note_ended(outputs, end_ns)
@@ -299,8 +301,8 @@ class EventLog:
     def ran(self, source: str, row: Row, num_steps: int, end_ns: int) -> None:
         """Steps of sleeping rows and of those that came in; a row as `StepRows.append` wants it."""
         self._step_rows.append(source, row)
-        self._rows += 1
         self._steps += num_steps
+        self._rows += 1
         self._last_end_ns = end_ns
 
     def came_in(self, request_id: str, hit_tokens: int, blocks: int, start_ns: int, end_ns: int) -> None:
@@ -326,21 +328,7 @@ class EventLog:
         known.recomputed_tokens += recomputed
         self._waits.left(request_id, start_ns)
         if row.samples:
-            self._note_token(known, end_ns)
-            known.num_output_tokens += 1
-
-    def _note_token(self, request: OpenRequest, end_ns: int) -> bool:
-        """It has got something with the step that is told next; whether that was so with the one before, too."""
-        step = self._steps
-        regular = request.last_step == step - 1 and step > 0
-        if request.last_step < 0:
-            request.first_token_ns = end_ns
-            request.since_step = step
-        elif not regular:
-            self._odd_gap(request, end_ns)
-        request.last_step = step
-        request.last_token_ns = end_ns
-        return regular
+            self._note_outputs({request_id: _ONE_TOKEN}, end_ns)
 
     def slept_to_its_end(self, request: Request, blocks: int, end_ns: int) -> None:
         """A request that slept got its last token with the step that was told last, and held so many blocks."""
@@ -524,11 +512,11 @@ class EventLog:
         # Plans say what changes, so all must be read in order, by the timer or here.
         return shape_of(self._plans.rows(frame.plan), num_admitted(frame.plan))
 
-    def _note_outputs(self, outputs: EngineCoreOutputs, end_ns: int) -> int:
+    def _note_outputs(self, new_token_ids_of: Mapping[str, list[int]], end_ns: int) -> int:
         """The one loop over the rows of a step, so kept short; returns those with a gap over this step alone."""
         step, regular = self._steps, 0
         requests = self._open
-        for request_id, new_token_ids in outputs.new_token_ids.items():
+        for request_id, new_token_ids in new_token_ids_of.items():
             request = requests[request_id]
             if request.last_step < 0:
                 request.first_token_ns = end_ns

@@ -226,7 +226,7 @@ class LeapingScheduler(Scheduler):
         """Steps, from the next one on, that are nothing but tokens of the rows that sleep, up to one's last, and that
         there are blocks for.
 
-        0 where the next step may be more than that.
+        0 where the next step may be more than that; the head of the queue has to be tried anew then (`try_head`).
         """
         calendar = self.calendar
         rows = calendar.num_rows

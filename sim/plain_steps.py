@@ -1,10 +1,10 @@
 """The steps in which nothing special happens, one after the other: the short way of `sim/leaping_process.py`.
 
-Nearly all of a simulation is of two kinds of step: those of sleeping rows alone, many at once, and those in which
-everybody who waits comes in whole. This knows no other. What can come in, which blocks are taken and what is found in
-the prefix cache is said by the scheduler and its KV cache, as ever; where there is any doubt that all of it fits - or
-where more is going on - the ordinary step decides. The loop is long and in local variables on purpose: it is what a
-simulated day consists of.
+Nearly all of a simulation is of few kinds of step: those of sleeping rows alone, many at once; those in which everybody
+who waits comes in whole, or as many as there is room for; and those in which sleeping rows lose their blocks to others.
+This knows no other. Who comes in, which blocks are taken and what is found in the prefix cache is said by the scheduler
+(`sim/plain_scheduler.py`) and its KV cache, as ever; where more is going on the ordinary step decides. The loop is long
+and in local variables on purpose: it is what a simulated day consists of.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class PlainSteps:
         self._scheduler, self._leaps = core.leaping, leaps
         self.in_the_air: int | None = None
         """When the step ends that has begun and whose tokens are not out."""
-        self._came_in: list[tuple[Request, int]] = []
-        """With the step that has begun, and their tokens hit."""
+        self._came_in: list[Request] = []
+        """Those with their whole prompt in the step that has begun."""
         self._steps = 0
         """That have begun, and whose tokens are not out."""
 
@@ -141,7 +141,7 @@ class PlainSteps:
         last = scheduler.number - 1
         ending = scheduler.calendar.ends.pop(last, None) or []
         if came_in:
-            for request, _ in came_in:
+            for request in came_in:
                 if request.num_tokens + 1 < request.length_limit:
                     scheduler.fall_asleep(request)
                 else:
@@ -216,7 +216,7 @@ class PlainSteps:
         scheduler.take_blocks(1)
         tokens = pairs = contexts = hits = 0
         largest = (0, 0)
-        came_in = self._came_in
+        came_in: list[tuple[Request, int]] = []
         waiting = scheduler.waiting
         while waiting:
             request, hit_tokens = scheduler.come_in_whole(now)
@@ -237,6 +237,7 @@ class PlainSteps:
         end_ns = now + self._timer.device_ns(shape)
         for request, hit_tokens in came_in:
             log.came_in(request.request_id, hit_tokens, len(request.block_ids), now, end_ns)
+            self._came_in.append(request)
         look_ups = (contexts, hits, 0, 0) if scheduler.kv.enable_caching else NO_LOOKUP
         self._ran(now, end_ns, shape, sleeping, evictions, look_ups=look_ups)
         return end_ns
@@ -263,7 +264,7 @@ class PlainSteps:
             recomputed += again
             log.let_in(request, row, again, now, end_ns)
             if row.samples:
-                self._came_in.append((request, row.num_computed_tokens))
+                self._came_in.append(request)
         if scheduler.waiting:
             log.kept_out(scheduler.waiting.peek(now).request_id, reason, now)
         self._ran(now, end_ns, shape, sleeping, evictions, look_ups=look_ups, recomputed=recomputed)
