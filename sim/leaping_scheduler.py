@@ -28,7 +28,7 @@ from servetwin.sim.light_frames import (
     Woken,
 )
 from servetwin.sim.policy import SchedulingPolicy, inherits
-from servetwin.sim.records import Finish, ScheduleRecord, WaitReason
+from servetwin.sim.records import Finish, PrefixCacheStats, ScheduleRecord, WaitReason
 from servetwin.sim.request import FINISH_REASONS, Request, RequestStatus
 from servetwin.sim.request_queue import FIFOQueue
 from servetwin.sim.scheduler import Scheduler
@@ -127,10 +127,8 @@ class LeapingScheduler(Scheduler):
             self.stuck_blocks = self._found = None
         super().add_request(request, now)
         shares = self.kv.enable_caching and not request.is_private
-        # Private contents are entered when the blocks are given back. (Asynchronous scheduling enters what is known.)
-        request.fills_blocks = self.kv.enable_caching and (
-            shares or self._counts_ahead or not self.kv.hides_private
-        )
+        # Private contents are entered when the blocks are given back.
+        request.fills_blocks = shares or (self.kv.enable_caching and not self.kv.hides_private)
         if shares or request.stop_tokens:
             request.keeps_tokens = True
         request.is_plain = self._will_be_plain(request)
@@ -180,6 +178,9 @@ class LeapingScheduler(Scheduler):
         free = kv.pool.num_free - due
         request = self.waiting.peek(now)
         if free < 0 or calendar.next_end() < self.number or request.num_external_tokens:
+            return None
+        if request.num_output_placeholders:
+            # Asynchronous scheduling: it was preempted, and a token of it is still to come.
             return None
         if self.is_full:
             self.stuck_blocks, self.stuck_lookup, self._stuck_hits = 0, NO_LOOKUP, NO_STEPS
@@ -333,7 +334,9 @@ class LeapingScheduler(Scheduler):
         """The last step of a leap, as if it had been scheduled by itself at `start_ns`."""
         rows, ahead = leap.shape.rows, leap.num_steps - 1
         pool = self.kv.pool
+        queries, hits, again, again_hits = leap.lookup
         record = ScheduleRecord(
+            prefix=PrefixCacheStats(int(queries > 0), queries, hits, int(again > 0), again, again_hits),
             decode_tokens=rows,
             decode_rows=rows,
             running=leap.running,
@@ -645,13 +648,21 @@ class LeapingScheduler(Scheduler):
         request.num_computed_tokens = computed
         request.num_tokens = computed + 1 - self._num_in_flight(request)
         if self.kv.enable_caching and not request.fills_blocks:
-            request.num_hashed_blocks = computed // self.kv.block_size
+            self._catch_up_hashes(request)
         if request.keeps_tokens:
             outputs = request.output_token_ids
             outputs.extend(
                 self._tokens.output_id(request.request_id, i)
                 for i in range(len(outputs), request.num_output_tokens)
             )
+
+    def _catch_up_hashes(self, request: Request) -> None:
+        """The blocks that are full by now, of tokens that are known: the last sampled one may be in flight."""
+        known = request.num_computed_tokens
+        if self._counts_ahead and request.num_tokens <= known:
+            known -= 1
+        # It may have come with more: a prompt is known as a whole.
+        request.num_hashed_blocks = max(request.num_hashed_blocks, known // self.kv.block_size)
 
     def _num_in_flight(self, request: Request) -> int:
         """Steps in flight that bring it a token."""
