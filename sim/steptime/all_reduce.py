@@ -38,7 +38,7 @@ class AllReduces:
         """Of all layers of steps with so many tokens, shape [n]; 0 with one card."""
         n = self.cards
         if n == 1:
-            return np.zeros_like(tokens)
+            return tokens * 0.0
         sent = tokens * self.hidden_bytes * 2 * (n - 1) / n
         each: Floats = sent / (self.link_bytes_per_s * self.efficiency) + self.latency_s * math.log2(n)
         return PER_LAYER * self.num_layers * each

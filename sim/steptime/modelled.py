@@ -109,7 +109,7 @@ class LeapCosts:
     def times(self, around_ns: int) -> LeapTimes:
         """With so much time around each step on the device."""
         if self.each_ns:
-            return LeapTimes(0, 0, [around_ns + ns for ns in self.each_ns])
+            return LeapTimes(0, 0, [around_ns + ns for ns in self.each_ns] if around_ns else self.each_ns)
         return LeapTimes(around_ns + self.first.device_ns, self.growth_ns)
 
 
@@ -215,7 +215,8 @@ class ModelledStepTimer:
             if wanted_ns is not None and self._usual_ns:
                 # No leap need be as long as it could be.
                 steps = min(steps, max(wanted_ns, 0) // self._usual_ns + 2)
-            each: list[int] = np.asarray(self._decode_durations(shape, steps)).astype(np.int64).tolist()
+            durations = np.asarray(self._decode_durations(shape, steps))
+            each: list[int] = durations.astype(np.int64, copy=False).tolist()
             if min(each) > 0:
                 self._usual_ns = each[0]
                 return LeapCosts(StepCost(0, each[0]), steps, 0, each)

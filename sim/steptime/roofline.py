@@ -84,8 +84,8 @@ class RooflineStepModel:
             shape.dense_parameters * shape.bytes_per_dense_parameter(dtype) / tensor_parallel_size
         )
         kv = kv_bytes(shape, dtype, kv_cache_dtype, tensor_parallel_size)
-        self._of_decodes: dict[int, tuple[float, tuple[float, ...]]] = {}
-        """By rows: remembered, since most steps are of decodes."""
+        self._of_decodes: dict[int, float] = {}
+        """All but attention, by rows: remembered, since most steps are of decodes."""
         self._kv_layer_s = kv.per_layer() / (card.bandwidth_bytes_per_s * self._efficiency.kv_memory)
         self._all_reduces = AllReduces(
             cards=tensor_parallel_size,
@@ -103,47 +103,48 @@ class RooflineStepModel:
 
     def duration_ns(self, shape: StepShape) -> int:
         """The same for one step with tokens."""
-        if self._shape.experts is not None:
+        if shape.new_tokens == shape.rows == shape.decode_rows == shape.logits_rows:
+            context_s = self._seen(shape.decode_context_tokens, shape.rows) * self._kv_layer_s
+            seconds = context_s + self._rest_of_decodes(shape)
+        elif self._shape.experts is not None:
             # A power of an array may end in another bit than that of a number.
             return int(self.durations_ns(StepFeatures.of([shape]))[0])
-        ns: int = round(self._seconds(shape, float(shape.new_tokens)) * 1e9)
+        else:
+            seconds = self._seconds(shape, float(shape.new_tokens))
+        ns: int = round(seconds * 1e9)
         return ns
 
     def decode_durations_ns(self, shape: StepShape, num_steps: int) -> Ints:
         """The same, shape [num_steps], of a step of decode rows alone and of those that follow with the same rows."""
-        first, others = self._of_decodes.get(shape.rows) or self._parts_of_decodes(shape)
-        end = shape.decode_context_tokens + shape.rows * num_steps
-        context = np.arange(shape.decode_context_tokens, end, shape.rows, dtype=np.int64)
-        seconds = first + self._seen(context, shape.rows) * self._kv_layer_s
-        for part in others:
-            seconds += part
-        ns: Ints = np.rint(seconds * 1e9).astype(np.int64)
+        rows, context = shape.rows, shape.decode_context_tokens
+        seconds = self._seen(np.arange(context, context + rows * num_steps, rows, dtype=np.float64), rows)
+        seconds *= self._kv_layer_s
+        seconds += self._rest_of_decodes(shape)
+        seconds *= 1e9
+        ns: Ints = np.rint(seconds).astype(np.int64)
         return ns
 
-    def _parts_of_decodes(self, shape: StepShape) -> tuple[float, tuple[float, ...]]:
-        """What so many decode rows take whatever their contexts: the part before that of attention, and those after."""
-        first, _, *others = self._parts(shape, float(shape.new_tokens))
-        if self._shape.experts is not None:
+    def _rest_of_decodes(self, shape: StepShape) -> float:
+        """What so many decode rows take whatever their contexts."""
+        rest = self._of_decodes.get(shape.rows)
+        if rest is None:
             # A power of an array may end in another bit than that of a number.
-            first = float(self._linear_s(np.array([float(shape.new_tokens)]))[0])
-        self._of_decodes[shape.rows] = first, tuple(others)
-        return self._of_decodes[shape.rows]
+            rest = float(self._rest_s(StepFeatures.of([shape]), np.array([float(shape.new_tokens)]))[0])
+            self._of_decodes[shape.rows] = rest
+        return rest
 
     def _seconds(self, f: StepFeatures | StepShape, tokens: Any) -> Any:
         """Of steps as arrays or of one as numbers; the order of the sum is the same, so its last bit is."""
-        first, *others = self._parts(f, tokens)
-        for part in others:
-            first = first + part
-        return first
+        return self._attention_s(f) + self._rest_s(f, tokens)
 
-    def _parts(self, f: StepFeatures | StepShape, tokens: Any) -> tuple[Any, ...]:
+    def _rest_s(self, f: StepFeatures | StepShape, tokens: Any) -> Any:
+        """All but attention: the same whatever the contexts are."""
         return (
-            self._linear_s(tokens),
-            self._attention_s(f),
-            self._activations_s(tokens),
-            self._head_s(f.logits_rows * 1.0),
-            self._all_reduces.seconds(tokens),
-            self._host_s(f.rows * 1.0),
+            self._linear_s(tokens)
+            + self._activations_s(tokens)
+            + self._head_s(f.logits_rows * 1.0)
+            + self._all_reduces.seconds(tokens)
+            + self._host_s(f.rows * 1.0)
         )
 
     def _linear_s(self, tokens: Any) -> Any:
@@ -180,9 +181,9 @@ class RooflineStepModel:
     def _seen(self, total: Any, queries: Any) -> Any:
         """Sum over layers of `total` tokens that `queries` rows see, cut to the window in the mean."""
         shape = self._shape
-        seen = total * 1.0
         if shape.window_tokens is None:
-            return seen * shape.num_layers
+            return total * float(shape.num_layers)
+        seen = total * 1.0
         cut = -_larger(-seen, -(queries * float(shape.window_tokens)))
         return seen * (shape.num_layers - shape.num_windowed_layers) + cut * shape.num_windowed_layers
 
