@@ -73,11 +73,27 @@ def write_part(path: Path, table: pa.Table) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Numbers differ from row to row: looking for equal ones takes time and makes the file no smaller.
-    texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    # Numbers and ids differ from row to row: looking for equal ones takes time and makes the file no smaller.
+    texts = [f.name for f in table.schema if pa.types.is_string(f.type) and f.name != "request_id"]
+    places = [(f.name, f.type) for f in table.schema]
+    places = [
+        (f"{name}.list.element", t.value_type) if pa.types.is_list(t) else (name, t) for name, t in places
+    ]
     buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression="zstd", use_dictionary=texts)
+    pq.write_table(
+        table,
+        buffer,
+        compression="zstd",
+        use_dictionary=texts,
+        column_encoding={name: "DELTA_BINARY_PACKED" for name, t in places if pa.types.is_integer(t)},
+        # A part is read whole.
+        write_statistics=False,
+    )
     write_whole(path, buffer.getvalue())
+
+
+LINES_AT_ONCE = 128
+"""Given to the compressor in one piece."""
 
 
 class JsonLines:
@@ -95,15 +111,30 @@ class JsonLines:
             self._file = path.open("wb")
         self._stream = zstandard.ZstdCompressor().stream_writer(self._file, closefd=False)
         self._flush_block, self._flush_frame = zstandard.FLUSH_BLOCK, zstandard.FLUSH_FRAME
+        self._lines: list[bytes] = []
+        """Those that the stream has not been given."""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one object as a line."""
-        with writing(self.path):
-            self._stream.write(orjson.dumps(row) + b"\n")
+        self.write_line(orjson.dumps(row))
+
+    def write_line(self, line: bytes) -> None:
+        """Appends an object that is JSON already."""
+        self._lines.append(line)
+        if len(self._lines) == LINES_AT_ONCE:
+            with writing(self.path):
+                self._give_lines()
+
+    def _give_lines(self) -> None:
+        if self._lines:
+            # The last one ends, too.
+            self._stream.write(b"\n".join([*self._lines, b""]))
+            self._lines.clear()
 
     def flush(self) -> None:
         """Hands everything written so far to the operating system."""
         with writing(self.path):
+            self._give_lines()
             self._stream.flush(self._flush_block)
             self._file.flush()
 
@@ -112,6 +143,7 @@ class JsonLines:
         if self._file.closed:
             return
         with writing(self.path), self._file:
+            self._give_lines()
             self._stream.flush(self._flush_frame)
             self._file.flush()
             os.fsync(self._file.fileno())

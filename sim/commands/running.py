@@ -504,10 +504,10 @@ class _Recorder:
 
     def request(self, spec: RequestSpec) -> None:
         """A request as received."""
-        row = to_jsonl(spec)
-        self._fingerprint.update(orjson.dumps(row))
+        line = orjson.dumps(to_jsonl(spec))
+        self._fingerprint.update(line)
         if self.writer is not None:
-            self.writer.workload().write(row)
+            self.writer.workload().write_line(line)
 
     def plan(self, frame: Frame) -> None:
         """A plan that was run."""

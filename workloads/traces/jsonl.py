@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,21 @@ FIELDS: dict[str, _Kind] = {
 ADAPTER_FIELDS = frozenset({"adapter", "adapter_id", "lora", "lora_name", "lora_request"})
 """Names under which other tools ask for an adapter."""
 REQUIRED = ("request_id", "arrival_s", "output_tokens")
-_DEFAULTS = {f.name: f.default for f in fields(RequestSpec) if f.default is not MISSING}
+_VALUES = attrgetter(*FIELDS)
+_DEFAULTS = {f.name: f.default for f in fields(RequestSpec) if f.name != "priority"}
+_LEFT_OUT = tuple(_DEFAULTS.get(name, MISSING) for name in FIELDS)
+"""What is not written, of each of FIELDS."""
 
 
 def to_jsonl(spec: RequestSpec) -> dict[str, Any]:
     """One request as plain JSON values; fields that hold their default are left out, `priority` never is."""
     row: dict[str, Any] = {}
-    for name in FIELDS:
-        value = getattr(spec, name)
-        redundant = name == "prompt_tokens" and spec.prompt_token_ids is not None
-        if not redundant and (name == "priority" or name not in _DEFAULTS or value != _DEFAULTS[name]):
+    for name, value, default in zip(FIELDS, _VALUES(spec), _LEFT_OUT, strict=True):
+        # Nearly all of them hold it.
+        if value is not default and value != default:
             row[name] = list(value) if isinstance(value, tuple) else value
+    if spec.prompt_token_ids is not None:
+        row.pop("prompt_tokens", None)
     return row
 
 
