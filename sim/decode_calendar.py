@@ -94,6 +94,21 @@ class DecodeCalendar:
         """The rows that ended with this step."""
         del self.ends[step]
 
+    def take_ending(self, step: int) -> list[Request]:
+        """The same, and they are in no further step; they have to be put back where `ending` is asked for them."""
+        rows = self.ends.pop(step, None)
+        if rows is None:
+            return []
+        for request in rows:
+            self.leave(request)
+        return rows
+
+    def put_back(self, step: int, rows: list[Request]) -> None:
+        """Undoes `take_ending`, but for their leaving."""
+        if rows:
+            self.ends[step] = rows
+            heapq.heappush(self._end_steps, step)
+
     def next_end(self) -> int:
         """The first step that is some row's last. There must be a row."""
         while self._end_steps[0] not in self.ends:

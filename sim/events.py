@@ -19,7 +19,7 @@ from servetwin.sim.request import Request
 from servetwin.sim.residency import Residency, ResidencyTracker
 from servetwin.sim.step_rows import LISTS, Row, StepRows
 from servetwin.sim.steptime.features import shape_of
-from servetwin.sim.steptime.plan_rows import PlanReader, PlanRow, num_admitted
+from servetwin.sim.steptime.plan_rows import PlanReader, num_admitted
 from servetwin.sim.tables import Tables
 from servetwin.sim.timeline import StepTimes
 from servetwin.sim.units import seconds_to_ns
@@ -289,6 +289,7 @@ class EventLog:
                 leap.num_steps,
                 leap.growth_ns,
                 outputs.regular,
+                0,
                 *_LISTS(leap),
             ),
         )
@@ -317,18 +318,21 @@ class EventLog:
         self._columns["events"].add((start_ns, request_id, "scheduled", None, NEVER, hit_tokens, blocks))
         self._waits.left(request_id, start_ns)
 
-    def let_in(self, request: Request, row: PlanRow, recomputed: int, start_ns: int, end_ns: int) -> None:
-        """The same for any request that is admitted: with a row of the step, of which it computes so much anew."""
-        request_id, known = row.request_id, self._open[row.request_id]
+    def let_in(self, request: Request, hit_tokens: int, recomputed: int, start_ns: int) -> None:
+        """Any request is admitted: it finds so many tokens and computes so many anew."""
+        request_id = request.request_id
+        known = self._open[request_id]
         known.blocks, resumed = len(request.block_ids), request.num_preemptions > 0
         if not resumed and known.first_scheduled_ns < 0:
-            known.first_scheduled_ns, known.cached_tokens = start_ns, row.num_computed_tokens
+            known.first_scheduled_ns, known.cached_tokens = start_ns, hit_tokens
         kind = "resumed" if resumed else "scheduled"
-        self._event(start_ns, request_id, kind, None, row.num_computed_tokens, known.blocks)
+        self._event(start_ns, request_id, kind, None, hit_tokens, known.blocks)
         known.recomputed_tokens += recomputed
         self._waits.left(request_id, start_ns)
-        if row.samples:
-            self._note_outputs({request_id: _ONE_TOKEN}, end_ns)
+
+    def sampled(self, requests: Iterable[Request], end_ns: int) -> None:
+        """The step that is told next brings each of these a token, and it is the first since it was admitted."""
+        self._note_outputs({request.request_id: _ONE_TOKEN for request in requests}, end_ns)
 
     def slept_to_its_end(self, request: Request, blocks: int, end_ns: int) -> None:
         """A request that slept got its last token with the step that was told last, and held so many blocks."""
@@ -347,7 +351,7 @@ class EventLog:
         if self._rows >= self._flush_at_row:
             self.flush()
 
-    def kept_out(self, head: str, reason: WaitReason, now_ns: int) -> None:
+    def kept_out(self, head: str, reason: WaitReason | None, now_ns: int) -> None:
         """A schedule call admits nobody: this request heads the queue, and waits for this reason."""
         self._waits.headed_by(head, reason, now_ns)
 
@@ -500,6 +504,7 @@ class EventLog:
                 1,
                 0,
                 regular,
+                0,
             ),
         )
         self._steps += 1

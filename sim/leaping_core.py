@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from servetwin.sim.config import EngineConfig
 from servetwin.sim.engine_core import Core
-from servetwin.sim.leaping_scheduler import LeapingAsyncScheduler, LeapingScheduler
 from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs
-from servetwin.sim.plain_scheduler import PlainScheduler
+from servetwin.sim.plain_scheduler import PlainAsyncScheduler, PlainScheduler
 from servetwin.sim.policy import SchedulingPolicy
 from servetwin.sim.records import ScheduleRecord
 from servetwin.sim.token_source import TokenSource
@@ -15,7 +14,7 @@ _UNSEEN = ScheduleRecord()
 
 
 class LeapingCore(Core[LightFrame]):
-    """One engine. Arguments as for `LeapingScheduler`."""
+    """One engine. Arguments as for `PlainScheduler`."""
 
     def __init__(
         self,
@@ -25,8 +24,8 @@ class LeapingCore(Core[LightFrame]):
         tokens: TokenSource,
         journal: bool = False,
     ) -> None:
-        kind = LeapingAsyncScheduler if config.scheduler.async_scheduling else PlainScheduler
-        self.leaping: LeapingScheduler = kind(config, policy, tokens=tokens, journal=journal)
+        kind = PlainAsyncScheduler if config.scheduler.async_scheduling else PlainScheduler
+        self.leaping: PlainScheduler = kind(config, policy, tokens=tokens, journal=journal)
         super().__init__(config, self.leaping)
         self.in_flight = self.leaping.in_flight
 

@@ -17,9 +17,11 @@ from servetwin.sim.events import EventLog
 from servetwin.sim.host_model import LinearHostModel
 from servetwin.sim.leap_times import LeapTimes
 from servetwin.sim.leaping_core import LeapingCore
-from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost
+from servetwin.sim.light_frames import Leap, LightFrame, LightOutputs, StepCost, Submitted
 from servetwin.sim.overlap import Overlap
-from servetwin.sim.plain_steps import Client, PlainSteps
+from servetwin.sim.plain_overlapped import OverlappedPlainSteps, Pipeline
+from servetwin.sim.plain_steps import PlainSteps
+from servetwin.sim.plain_way import Client, PlainWay
 from servetwin.sim.request import Request
 from servetwin.sim.steptime.modelled import LeapCosts, ModelledStepTimer
 from servetwin.sim.timeline import StepTimes
@@ -28,14 +30,6 @@ from servetwin.workloads.spec import RequestSpec, Workload
 
 OnProgress = Callable[[int, int, int], None]
 """Takes steps, requests that ended with them, and the simulated time in ns."""
-
-
-class Submitted(NamedTuple):
-    """A step in flight."""
-
-    frame: LightFrame
-    cost: StepCost
-    times: StepTimes
 
 
 class _InTheAir(NamedTuple):
@@ -151,17 +145,32 @@ class LeapingProcess(Driver[LightFrame]):
 
     # ------------------------------------------------------------ the short way
 
-    def _plain_steps(self) -> PlainSteps | None:
-        """Where steps follow each other, one at a time, and take what the model says and no more."""
+    def _plain_steps(self) -> PlainWay | None:
+        """Where steps follow each other and take what the model says and no more."""
         timer = self._timer
-        waits = timer.turnaround_ns > 0 and not timer.overlaps_preparation
+        waits = not timer.overlaps_preparation and (self._overlaps or timer.turnaround_ns > 0)
         if not isinstance(self._arrivals, Arrivals):
             # What comes is not known ahead.
             return None
-        if self._overlaps or not self._host_is_free or not timer.is_bare or waits or self._logs_blocks:
+        if not self._host_is_free or not timer.is_bare or waits or self._logs_blocks:
             return None
         client = Client(self._arrivals, self._take_in, self._ended, self._interrupts, self._on_progress)
-        return PlainSteps(self.env, self._engine, timer, self.log, client, leaps=self._leaps)
+        engine = self.env, self._engine, timer, self.log, client
+        if not self._overlaps:
+            return PlainSteps(*engine, leaps=self._leaps)
+        pipeline = Pipeline(lambda: self._timeline.device_free_ns, self._enter, self._land_oldest)
+        return OverlappedPlainSteps(*engine, pipeline=pipeline, leaps=self._leaps)
+
+    def _enter(self, submitted: Submitted) -> None:
+        """A step that the short way has begun is in flight."""
+        self._engine.in_flight.append(submitted.frame)
+        self._submitted.append(submitted)
+        self._timeline.go_on_after(submitted.times, submitted.cost.prepare_ns)
+
+    def _land_oldest(self) -> None:
+        """What was in flight when the short way began is over."""
+        frame, cost, times = self._submitted.popleft()
+        self._take_out(frame, cost, times, self.now)
 
     def _interrupts(self) -> bool:
         return bool(self._aborts or self._cache_resets)
@@ -199,6 +208,10 @@ class LeapingProcess(Driver[LightFrame]):
             yield self.env.timeout(end_ns - now)
         if self._aborts:
             self._abort_due()
+        self._take_out(frame, cost, times, end_ns)
+
+    def _take_out(self, frame: LightFrame, cost: StepCost, times: StepTimes, end_ns: int) -> None:
+        """A step is over, and its tokens are out."""
         outputs = self._engine.complete(frame)
         self.log.stepped_lightly(frame, cost, self._timer.source, times, end_ns, outputs)
         self._finish(1, outputs)

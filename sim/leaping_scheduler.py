@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 
-from servetwin.sim.async_scheduler import AsyncScheduler
 from servetwin.sim.config import EngineConfig
 from servetwin.sim.contract import StepShape
 from servetwin.sim.decode_calendar import DecodeCalendar
@@ -82,6 +81,8 @@ class LeapingScheduler(Scheduler):
         """... and the hits and the tokens with which the head of the queue comes in with it, if it does."""
         self._num_special = 0
         """Requests that wait and are not plain."""
+        self.num_keeping = 0
+        """Unfinished requests whose output tokens somebody may want to know."""
         self._resumed_are_new = config.scheduler.use_v2_model_runner
         self._order_changes = bool(getattr(self.policy, "dynamic_order", False))
         self._is_fifo = isinstance(self.waiting, FIFOQueue)
@@ -131,6 +132,7 @@ class LeapingScheduler(Scheduler):
         request.fills_blocks = shares or (self.kv.enable_caching and not self.kv.hides_private)
         if shares or request.stop_tokens:
             request.keeps_tokens = True
+        self.num_keeping += request.keeps_tokens
         request.is_plain = self._will_be_plain(request)
         self._num_special += not request.is_plain
 
@@ -146,6 +148,7 @@ class LeapingScheduler(Scheduler):
 
     def _end(self, request: Request, status: RequestStatus) -> None:
         self.stuck_blocks = self._found = None
+        self.num_keeping -= request.keeps_tokens
         if not request.is_plain and request.status != RequestStatus.RUNNING:
             self._num_special -= 1
         super()._end(request, status)
@@ -671,7 +674,3 @@ class LeapingScheduler(Scheduler):
             if request.since_step <= frame.step <= request.last_step:
                 count += 1
         return count
-
-
-class LeapingAsyncScheduler(LeapingScheduler, AsyncScheduler):
-    """The same with asynchronous scheduling."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from servetwin.sim.contract import StepShape
 from servetwin.sim.records import EngineCoreOutputs, ScheduleRecord
 from servetwin.sim.request import Request
+from servetwin.sim.timeline import StepTimes
 
 
 @dataclass(slots=True)
@@ -91,6 +92,14 @@ class StepCost:
     """It is extrapolated."""
     graph_tokens: int | None = None
     """Padded size where a graph runs."""
+
+
+class Submitted(NamedTuple):
+    """A step in flight."""
+
+    frame: LightFrame
+    cost: StepCost
+    times: StepTimes
 
 
 TakenBlocks = tuple[int, int, int, int, list[int], list[int]]

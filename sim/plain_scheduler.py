@@ -1,10 +1,11 @@
-"""What a scheduler whose plain decodes sleep does in steps in which nothing special happens (`sim/plain_steps.py`).
+"""What a scheduler whose plain decodes sleep does in steps in which nothing special happens (`sim/plain_way.py`).
 
 The decisions are those of `sim/scheduler.py`; here is what is written down of them where nobody asks for more.
 """
 
 from __future__ import annotations
 
+from servetwin.sim.async_scheduler import AsyncScheduler
 from servetwin.sim.leaping_scheduler import NO_STEPS, LeapingScheduler
 from servetwin.sim.light_frames import TakenBlocks, Woken
 from servetwin.sim.records import ScheduleRecord, WaitReason
@@ -13,7 +14,7 @@ from servetwin.sim.step import Step
 
 
 class PlainScheduler(LeapingScheduler):
-    """Arguments as for `LeapingScheduler`; for synchronous scheduling."""
+    """Arguments as for `LeapingScheduler`."""
 
     def skip(self, num_steps: int) -> None:
         """So many steps have been begun without `light`: all their rows sleep, or are about to."""
@@ -123,7 +124,7 @@ class PlainScheduler(LeapingScheduler):
         return request, hit_tokens
 
     def fall_asleep(self, request: Request) -> None:
-        """The first token of a request that came in whole is out: it is a row of every step from now on."""
+        """A request that came in whole is a row of every step from now on."""
         number = self.number
         request.num_tokens += 1
         request.base = request.num_computed_tokens - number
@@ -140,9 +141,6 @@ class PlainScheduler(LeapingScheduler):
         request.num_hashed_blocks = (request.length_limit - 1) // self.kv.block_size
         if request.keeps_tokens:
             self._catch_up(request, self.number)
-            last = request.num_output_tokens
-            request.num_tokens += 1
-            request.output_token_ids.append(self._tokens.output_id(request.request_id, last))
         self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
         self.running.remove(request)
         return blocks
@@ -232,3 +230,24 @@ class PlainScheduler(LeapingScheduler):
             free - cached_free,
             pool.num_evictions - evictions_before,
         )
+
+
+class PlainAsyncScheduler(PlainScheduler, AsyncScheduler):
+    """The same with asynchronous scheduling."""
+
+    def _will_be_plain(self, request: Request) -> bool:
+        """Nor is its first token its last, nor one of it in flight."""
+        return (
+            super()._will_be_plain(request)
+            and request.num_tokens + 1 < request.length_limit
+            and not request.num_output_placeholders
+        )
+
+    def fall_asleep(self, request: Request) -> None:
+        """A request comes in whole with the step that is being decided, and is a row of every step after that."""
+        number = self.number
+        request.num_output_placeholders = 1
+        request.base = request.num_computed_tokens - number - 1
+        request.last_step = request.length_limit - 2 - request.base
+        request.joined_step, request.since_step = number + 1, number
+        self.calendar.add(request)

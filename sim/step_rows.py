@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 NOT_STORED = ("source", "predicted_s", REPLICA)
 """Columns of steps that are no integers of their own."""
 INTEGERS = tuple(name for name in SCHEMAS["steps"] if name not in NOT_STORED)
-RUN_INTEGERS = ("repeats", "device_growth_ns", "regular_gaps")
+RUN_INTEGERS = ("repeats", "device_growth_ns", "regular_gaps", "overlaps")
 """`repeats`: steps of this row. `device_growth_ns`: by which device time grows from one to the next, where no list says
-each. `regular_gaps`: rows (of each step) whose last token before came with the step in front of it."""
+each. `regular_gaps`: rows (of each step) whose last token before came with the step in front of it. `overlaps`: 1 where
+each step is scheduled when the device begins with the one in front of it, 0 where that is over by then."""
 EXACT_TIMES = {f"{name}_s": f"{name}_ns" for name in ("start", "prepare_start", "device_start", "end")}
 """Instants stand in a part in whole ns, too: far from 0 a float of seconds is not exact."""
 TIME_LISTS = (
@@ -54,6 +55,7 @@ on the device, or all of them (steps in flight overlap)."""
 WIDTH = len(INTEGERS) + len(RUN_INTEGERS)
 DECODES = (
     "start_s",
+    "device_start_s",
     "device_s",
     "rows",
     "running",
@@ -73,7 +75,7 @@ DECODES = (
 )
 """What a row of decodes alone has to say where the host takes no time, and nothing else: the rest follows."""
 _FOLLOWING = {
-    "start_s": ("prepare_start_s", "device_start_s"),
+    "start_s": ("prepare_start_s",),
     "rows": ("decode_tokens", "decode_rows", "logits_rows", "regular_gaps"),
 }
 
@@ -162,6 +164,40 @@ def _packed(rows: Sequence[Row]) -> list[PackedInts]:
     return PackedInts.of_each(np.ascontiguousarray(values.T))
 
 
+def first_of(row: Row, num_steps: int) -> Row:
+    """A row of decodes alone (DECODES and DECODE_LISTS) with no more than so many of its steps."""
+    begun_at, evictions_at, each_ns = row[len(DECODES) :]
+    shorter = dict(zip(DECODES, row, strict=False)) | {"repeats": num_steps}
+    return (
+        *(shorter[name] for name in DECODES),
+        [i for i in begun_at if i < num_steps],
+        [i for i in evictions_at if i < num_steps],
+        each_ns[:num_steps],
+    )
+
+
+def last_of(row: Row) -> dict[str, Any]:
+    """What a row as `StepRows.append` wants it says of its last step, by name, where that overlaps with its others."""
+    names = (*INTEGERS, *RUN_INTEGERS) if len(row) >= WIDTH else (*DECODES, *DECODE_LISTS)
+    said: dict[str, Any] = dict(zip(names, row, strict=False))
+    before = said["repeats"] - 1
+    if not before:
+        return said
+    first_ns, growth_ns, each_ns = said["device_s"], said["device_growth_ns"], said["each_device_ns"]
+    durations = each_ns or [first_ns + growth_ns * i for i in range(before + 1)]
+    said["start_s"] = said["device_start_s"] + sum(durations[: before - 1])
+    said["device_start_s"] = said["start_s"] + durations[before - 1]
+    said["device_s"] = durations[before]
+    begun, evicted = len(said["blocks_begun_at"]), len(said["evictions_at"])
+    said["used_blocks"] += begun
+    said["cached_free_blocks"] -= evicted
+    said["free_blocks"] -= begun - evicted
+    said["evictions"] = said["evictions_at"].count(before)
+    said["decode_context_tokens"] += said["rows"] * before
+    said["decode_context_max_tokens"] += before
+    return said
+
+
 def _matrix(rows: Sequence[Row], width: int) -> NDArray[np.int64]:
     """[rows, width], by way of bytes: numpy looks at tuples much longer."""
     import numpy as np
@@ -171,7 +207,7 @@ def _matrix(rows: Sequence[Row], width: int) -> NDArray[np.int64]:
 
 
 def _whole_rows(decodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[n, WIDTH] from DECODES, [n, 17]."""
+    """[n, WIDTH] from DECODES, [n, 18]."""
     import numpy as np
 
     values = np.zeros((len(decodes), WIDTH), np.int64)
@@ -179,7 +215,9 @@ def _whole_rows(decodes: NDArray[np.int64]) -> NDArray[np.int64]:
     for name, column in zip(DECODES, decodes.T, strict=True):
         for same in (name, *_FOLLOWING.get(name, ())):
             values[:, places[same]] = column
-    values[:, places["end_s"]] = values[:, places["start_s"]] + values[:, places["device_s"]]
+    device_start_ns = values[:, places["device_start_s"]]
+    values[:, places["end_s"]] = device_start_ns + values[:, places["device_s"]]
+    values[:, places["overlaps"]] = device_start_ns > values[:, places["start_s"]]
     values[:, places["graph_tokens"]] = NEVER
     return values
 
@@ -380,20 +418,39 @@ class _Expansion:
         return self._cache["device"]
 
     def _behind_each_other(self) -> Int64s:
-        """By how much a step is later than the first of its row, where each begins when the one before has ended."""
+        """By how much the device begins later than with the first step of its row, where no list says it."""
         import numpy as np
 
-        if "start" not in self._cache:
-            whole = (self._ns("end_s") - self._ns("start_s"))[self._row] + self._change_of_device_s()
+        if "behind" not in self._cache:
+            # Each begins when the one before has ended; on the device alone where they overlap.
+            first = np.where(self._overlaps, self._ns("device_s"), self._ns("end_s") - self._ns("start_s"))
+            whole = first[self._row] + self._change_of_device_s()
             before = np.cumsum(whole) - whole
-            self._cache["start"] = before - before[self._first][self._row]
-        return self._cache["start"]
+            self._cache["behind"] = before - before[self._first][self._row]
+        return self._cache["behind"]
+
+    @property
+    def _overlaps(self) -> NDArray[np.bool_]:
+        """Of each row."""
+        overlaps: NDArray[np.bool_] = _integers(self._part, "overlaps") > 0
+        return overlaps
+
+    def _scheduled_later(self) -> Int64s:
+        """By how much a step is scheduled later than the first of its row."""
+        import numpy as np
+
+        later = self._behind_each_other()
+        if not self._overlaps.any():
+            return later
+        waits = (self._ns("device_start_s") - self._ns("start_s"))[self._row]
+        with_the_one_before = np.where(self._offset > 0, waits + np.roll(later, 1), 0)
+        return np.where(self._overlaps[self._row], with_the_one_before, later)
 
     def _change_of_start_s(self) -> Int64s:
-        return self._each("each_start_ns", self._behind_each_other(), self._ns("start_s"))
+        return self._each("each_start_ns", self._scheduled_later(), self._ns("start_s"))
 
     def _change_of_prepare_start_s(self) -> Int64s:
-        return self._each("each_prepare_start_ns", self._behind_each_other(), self._ns("prepare_start_s"))
+        return self._each("each_prepare_start_ns", self._scheduled_later(), self._ns("prepare_start_s"))
 
     def _change_of_device_start_s(self) -> Int64s:
         return self._each("each_device_start_ns", self._behind_each_other(), self._ns("device_start_s"))

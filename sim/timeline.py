@@ -35,6 +35,11 @@ class Timeline:
         self._worker_free_ns = 0
         self._device_free_ns = 0
 
+    @property
+    def device_free_ns(self) -> int:
+        """When the device is through with all that was submitted."""
+        return self._device_free_ns
+
     def copy(self) -> Timeline:
         """Another one that goes on from the same instant."""
         other = Timeline(overlaps_preparation=self.overlaps_preparation, turnaround_ns=self._turnaround_ns)

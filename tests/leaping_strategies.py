@@ -112,17 +112,17 @@ def cases(draw: Draw) -> Case:
     )
 
 
-def plain_cases() -> st.SearchStrategy[Case]:
-    """Those that go the short way (`sim/plain_steps.py`): one step at a time, of requests that end by their length."""
-    return cases().map(_plain)
+def plain_cases(*, async_scheduling: bool) -> st.SearchStrategy[Case]:
+    """Those that go a short way (`sim/plain_way.py`): of requests that end by length, with a host that is free."""
+    return cases().map(lambda case: _plain(case, async_scheduling))
 
 
-def _plain(case: Case) -> Case:
+def _plain(case: Case, async_scheduling: bool) -> Case:
     engine = case.engine
     engine = engine.model_copy(
         update={
             "model": engine.model.model_copy(update={"eos_token_id": None}),
-            "scheduler": engine.scheduler.model_copy(update={"async_scheduling": False}),
+            "scheduler": engine.scheduler.model_copy(update={"async_scheduling": async_scheduling}),
         }
     )
     nobody_asks: dict[str, Any] = {

@@ -958,8 +958,76 @@ OTHERS = (
 SAME_LOG = ("test_leaping.py::test_a_run_is_the_same_with_leaps",)
 SHORT_WAY = ("test_leaping.py::test_a_run_is_the_same_on_the_short_way",)
 CALENDAR, LEAPING, TIMES = "sim/decode_calendar.py", "sim/leaping_scheduler.py", "sim/leap_times.py"
-PLAIN, STEPS = "sim/plain_scheduler.py", "sim/plain_steps.py"
+PLAIN, STEPS, NEWCOMERS = "sim/plain_scheduler.py", "sim/plain_steps.py", "sim/plain_newcomers.py"
+OVERLAPPED, OVERLAPPED_WAY = (
+    "sim/plain_overlapped.py",
+    ("test_leaping.py::test_a_run_is_the_same_on_the_short_way_of_overlapping_steps",),
+)
 LEAPS = (
+    Mutation(
+        "an output of a turn is known twice",
+        0,
+        PLAIN,
+        "            self._catch_up(request, self.number)\n",
+        "            self._catch_up(request, self.number)\n            request.output_token_ids.append(0)\n",
+        ("test_leaping.py::test_a_turn_of_a_session_knows_each_output_once",),
+    ),
+    Mutation(
+        "a leap of overlapping steps runs past an arrival",
+        0,
+        OVERLAPPED,
+        "steps = times.steps_until(left_ns, steps - 1) + 1",
+        "steps = times.steps_until(left_ns + 1, steps - 1) + 1",
+        OVERLAPPED_WAY,
+    ),
+    Mutation(
+        "who ends with the step in front leaves a leap of overlapping steps",
+        0,
+        OVERLAPPED,
+        "single = begun is None or bool(leaving)",
+        "single = begun is None",
+        OVERLAPPED_WAY,
+    ),
+    Mutation(
+        "a step is handed over as the first of its leap",
+        0,
+        OVERLAPPED,
+        "said = last_of(begun.row)",
+        "said = last_of(first_of(begun.row, 1) if begun.num_steps > 1 else begun.row)",
+        OVERLAPPED_WAY,
+    ),
+    Mutation(
+        "who comes in with a step that is handed over has had a token before",
+        0,
+        OVERLAPPED,
+        "shape, sleeping = newcomers.shape, newcomers.sleeping",
+        "shape, sleeping = newcomers.shape, rows",
+        OVERLAPPED_WAY,
+    ),
+    Mutation(
+        "who comes in with overlapping steps sleeps from the same step on",
+        0,
+        PLAIN,
+        "request.joined_step, request.since_step = number + 1, number",
+        "request.joined_step, request.since_step = number, number",
+        OVERLAPPED_WAY,
+    ),
+    Mutation(
+        "a step is scheduled when the device is free",
+        0,
+        "sim/step_rows.py",
+        'values[:, places["overlaps"]] = device_start_ns > values[:, places["start_s"]]',
+        'values[:, places["overlaps"]] = 0',
+        OVERLAPPED_WAY,
+    ),
+    Mutation(
+        "one whose only token is in flight sleeps",
+        0,
+        PLAIN,
+        "            and request.num_tokens + 1 < request.length_limit\n",
+        "",
+        OVERLAPPED_WAY,
+    ),
     Mutation(
         "the blocks that rows take first are there for the head of the queue",
         0,
@@ -980,7 +1048,7 @@ LEAPS = (
         "a prompt that comes in in part has its first token",
         0,
         STEPS,
-        "            if row.samples:\n                self._came_in",
+        "            if not request.is_prefill_chunk:\n                self._came_in",
         "            if True:\n                self._came_in",
         SHORT_WAY,
     ),
@@ -1003,8 +1071,8 @@ LEAPS = (
     Mutation(
         "what a resumed request computes again is new on the short way",
         0,
-        STEPS,
-        "            recomputed += again\n",
+        NEWCOMERS,
+        "        recomputed += again\n",
         "",
         SHORT_WAY,
     ),
@@ -1036,8 +1104,8 @@ LEAPS = (
         "a sleeper that came in whole ends a step early",
         0,
         PLAIN,
-        "request.last_step = request.length_limit - 2 - request.base\n        request.joined",
-        "request.last_step = request.length_limit - 3 - request.base\n        request.joined",
+        "request.last_step = request.length_limit - 2 - request.base\n        request.joined_step = request",
+        "request.last_step = request.length_limit - 3 - request.base\n        request.joined_step = request",
         SAME_LOG,
     ),
     Mutation(

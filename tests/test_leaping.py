@@ -60,9 +60,15 @@ def test_a_run_is_the_same_with_leaps(case: Case) -> None:
     assert_the_same(case)
 
 
-@given(plain_cases())
+@given(plain_cases(async_scheduling=False))
 def test_a_run_is_the_same_on_the_short_way(case: Case) -> None:
     """The same for engines that take one plain step at a time."""
+    assert_the_same(case)
+
+
+@given(plain_cases(async_scheduling=True))
+def test_a_run_is_the_same_on_the_short_way_of_overlapping_steps(case: Case) -> None:
+    """The same for engines that take one plain step behind the other."""
     assert_the_same(case)
 
 
@@ -254,7 +260,7 @@ class Broken(Exception):
     """What ends a run early."""
 
 
-def stopped(after_s: float, **how: bool) -> tuple[MemorySink, int]:
+def stopped(after_s: float, async_scheduling: bool, **how: bool) -> tuple[MemorySink, int]:
     """The log of a run that is stopped at the first step that ends then or later, and how far it had come."""
     requests = [spec(f"r{i}", 8, 60, at_s) for i, at_s in enumerate([0, 3, 6, 25])]
     tokens, sink, seen = TokenSource(50), MemorySink(), []
@@ -266,7 +272,10 @@ def stopped(after_s: float, **how: bool) -> tuple[MemorySink, int]:
 
     with pytest.raises(Broken):
         simulate(
-            RunConfig(engine=engine_config(max_model_len=200), executor="constant"),
+            RunConfig(
+                engine=engine_config(max_model_len=200, async_scheduling=async_scheduling),
+                executor="constant",
+            ),
             ListWorkload(requests),
             ModelledStepTimer(ConstantStepModel(10**9), tokens, "constant"),
             EventLog(sink, log_blocks=False),
@@ -279,17 +288,61 @@ def stopped(after_s: float, **how: bool) -> tuple[MemorySink, int]:
     return sink, sum(seen)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("how", [{"leaps": False}, {"leaps": True}])
-def test_a_run_that_breaks_off_knows_how_far_each_request_had_come(how: dict[str, bool]) -> None:
+def test_a_run_that_breaks_off_knows_how_far_each_request_had_come(
+    how: dict[str, bool], async_scheduling: bool
+) -> None:
     """Outputs are those of the steps that are logged; nobody completed, so no gaps are left."""
-    log, num_steps = stopped(20.5, **how)
+    log, num_steps = stopped(20.5, async_scheduling, **how)
     rows = log.requests.set_index("request_id")
     assert len(log.steps) == num_steps >= 21
     end = log.steps.end_s.max()
     assert rows.last_token_s.dropna().eq(end).all() and len(rows.last_token_s.dropna()) == 3
     assert rows.num_output_tokens["r0"] == num_steps
-    assert rows.num_output_tokens["r1"] == num_steps - 3
+    # With asynchronous scheduling a request comes in with the step behind the one that runs.
+    assert rows.num_output_tokens["r1"] == num_steps - 3 - async_scheduling
     assert len(log.itl) == 0
+
+
+class Remembers(TokenSource):
+    """Keeps what each request got."""
+
+    def __init__(self) -> None:
+        super().__init__(50)
+        self.outputs: dict[str, list[int]] = {}
+
+    def ended(self, spec: Any, output_token_ids: Sequence[int]) -> None:
+        self.outputs[spec.request_id] = [*output_token_ids]
+        super().ended(spec, output_token_ids)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("how", [{"plans": True}, {"leaps": False}, {"leaps": True}])
+def test_a_turn_of_a_session_knows_each_output_once(
+    how: dict[str, bool], async_scheduling: bool, caching: bool
+) -> None:
+    """The next turn begins with them; a request beside it keeps the engine going."""
+    config = engine_config(max_model_len=200, async_scheduling=async_scheduling, caching=caching)
+    requests = [
+        spec("a", 8, 20, 0, session_id="s"),
+        spec("b", 8, 60, 3),
+        spec("c", 30, 20, 25, session_id="s", context_tokens=28),
+    ]
+    tokens = Remembers()
+    simulate(
+        RunConfig(engine=config, executor="constant"),
+        ListWorkload(requests),
+        ModelledStepTimer(ConstantStepModel(10**9), tokens, "constant"),
+        EventLog(MemorySink(), log_blocks=False),
+        tokens=tokens,
+        plan_tokens=False,
+        log_blocks=False,
+        **how,
+    )
+    for name in "ac":
+        assert tokens.outputs[name] == [tokens.output_id(name, i) for i in range(20)]
 
 
 class Sulks(FCFS):
