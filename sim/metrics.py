@@ -30,7 +30,8 @@ from servetwin.sim.definitions import (
     Timestamps,
     definitions,
 )
-from servetwin.sim.step_rows import StepFigures, figures
+from servetwin.sim.event_figures import EventFigures, event_figures
+from servetwin.sim.step_rows import FOR_FIGURES, StepFigures, figures
 from servetwin.sim.tables import Tables, ns_array, replica_of
 from servetwin.sim.units import NS_PER_S
 
@@ -115,8 +116,8 @@ def summarize(
     milliseconds, rates are per second of `duration` (first arrival to last finish of a completed request).
     """
     chosen = definitions(metric_defs)
-    steps = step_figures(log)
-    done = log.requests[log.requests.finish_reason.isin(COMPLETED)]
+    steps, requests, events = step_figures(log), log.request_figures, event_figures(log)
+    done = requests[requests.finish_reason.isin(COMPLETED)]
     times = timestamps(done)
     latencies = {
         "ttft": distribution(chosen.ttft, times, log),
@@ -129,7 +130,7 @@ def summarize(
     held_back = _client_intervals(times, log)
     client_formulas = {name: CLIENT_INTERVALS[name].formula for name in held_back}
     return {
-        **_totals(log.requests, done, times, goodput_ms),
+        **_totals(requests, done, times, goodput_ms),
         **_peaks(times, log),
         **{k: v for name, d in latencies.items() for k, v in _bench_statistics(name, d).items()},
         **{k: v for name, d in held_back.items() for k, v in _bench_statistics(name, d).items()},
@@ -142,13 +143,13 @@ def summarize(
             | client_formulas
             | RATES,
             "percentile_method": "linear",
-            "requests": finish_counts(log),
+            "requests": _finish_counts(requests, events),
             "latency": {
                 f"{name}_ms": statistics_ms(d)
                 for name, d in (latencies | ntpot | engine_intervals(times, log) | held_back).items()
             },
-            **_engine_figures(log, steps),
-            **cluster_figures(log, steps.busy_ns_of),
+            **_engine_figures(requests, steps),
+            **cluster_figures(requests, events, steps.busy_ns_of),
         },
     }
 
@@ -203,8 +204,12 @@ def finish_counts(log: Tables) -> dict[str, int]:
     """Requests by how they ended; `open`: arrived and not ended, as far as was written (a killed run has no rows
     for them). The counts add up to all requests that arrived.
     """
-    counts = {str(reason): int(n) for reason, n in log.requests.finish_reason.value_counts().items()}
-    arrived = max(int((log.events.kind == "arrived").sum()), len(log.requests))
+    return _finish_counts(log.request_figures, event_figures(log))
+
+
+def _finish_counts(requests: pd.DataFrame, events: EventFigures) -> dict[str, int]:
+    counts = {str(reason): int(n) for reason, n in requests.finish_reason.value_counts().items()}
+    arrived = max(events.number_of("arrived"), len(requests))
     return dict(sorted(counts.items())) | {"open": arrived - sum(counts.values())}
 
 
@@ -214,7 +219,7 @@ def step_figures(log: Tables) -> StepFigures:
     num_steps = num_leapt = busy_ns = 0
     peaks = []
     busy_ns_of: Counter[int] = Counter()
-    for table in log.iter_parts("steps"):
+    for table in log.iter_columns("steps", FOR_FIGURES):
         part = figures(table)
         busy_ns_of[replica_of(table)] += part.busy_ns
         totals.update(part.totals)
@@ -303,8 +308,8 @@ def _seconds(ns: Array) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return seconds
 
 
-def _engine_figures(log: Tables, steps: StepFigures) -> dict[str, Any]:
-    requests, totals = log.requests, steps.totals
+def _engine_figures(requests: pd.DataFrame, steps: StepFigures) -> dict[str, Any]:
+    totals = steps.totals
     computed = totals["prefill_tokens"] + totals["decode_tokens"]
     queries, hits = totals["prefix_query_tokens"], totals["prefix_hit_tokens"]
     recomputed = int(requests.recomputed_tokens.sum())

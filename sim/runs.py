@@ -346,7 +346,9 @@ def _read_part(file: Path, table: str, names: Sequence[str] | None = None) -> pa
         with pq.ParquetFile(file) as stored:
             there = stored.schema_arrow.names
             # At least one, which says how many rows there are.
-            part = stored.read([n for n in names if n in there] or there[:1] if names is not None else None)
+            read = [n for n in names if n in there] or there[:1] if names is not None else None
+            # With threads each of them keeps memory for the next part.
+            part = stored.read(read, use_threads=False)
         schema = part_schema() if table == "steps" else arrow_schema(PARTS.get(table, SCHEMAS[table]))
         wanted = schema.names if names is None else names
         # Runs written before such a column was added.

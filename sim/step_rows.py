@@ -7,8 +7,8 @@ some rows begin; so it is one row with a number of repeats and what changes. `ex
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from operator import itemgetter
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -242,6 +242,26 @@ def expanded(part: pa.Table, names: Sequence[str] | None = None) -> pa.Table:
     return _Expansion(part).table(names)
 
 
+STEPS_AT_ONCE = 200_000
+
+
+def in_pieces(part: pa.Table) -> Iterator[pa.Table]:
+    """Rows of a part one after the other, of so many steps at once that these need little space."""
+    import numpy as np
+
+    piece = np.cumsum(_integers(part, "repeats", 1)) // STEPS_AT_ONCE
+    begins = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(part)]
+    for begin, end in pairwise(begins):
+        yield part.slice(begin, end - begin)
+
+
+FOR_GAPS = (
+    "end_s", "end_ns", "start_s", "start_ns", "device_s",
+    "repeats", "device_growth_ns", "regular_gaps", "overlaps", *TIME_LISTS, REPLICA,
+)  # fmt: skip
+"""Columns of a part that `regular_gaps` needs."""
+
+
 def regular_gaps(part: pa.Table) -> tuple[Int64s, Int64s]:
     """Of every step: its end in ns, and how many rows had their last token before with the step in front of it."""
     import numpy as np
@@ -280,6 +300,13 @@ SUMMED = (
     "draft_tokens",
     "accepted_draft_tokens",
 )
+
+
+FOR_FIGURES = (
+    *SUMMED, "used_blocks", "cached_free_blocks", "free_blocks", "rows", "prepare_s", "device_s",
+    "repeats", "device_growth_ns", "blocks_begun_at", "evictions_at", "each_device_ns", REPLICA,
+)  # fmt: skip
+"""Columns of a part that `figures` needs."""
 
 
 def figures(part: pa.Table) -> StepFigures:

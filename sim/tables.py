@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from servetwin.sim.columns import NEVER, NOT_COMPARED, ORDER, REPLICA, SCHEMAS, STORED_GAPS, arrow_schema
-from servetwin.sim.step_rows import expanded, regular_gaps
+from servetwin.sim.step_rows import FOR_GAPS, expanded, in_pieces, regular_gaps
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+MANY_GAPS = 250_000
+"""Different ones that are kept beside each other, at least, before they are joined."""
 
 
 class Gaps(NamedTuple):
@@ -62,6 +66,25 @@ class Tables(ABC):
         """The same one by one: a long run need not be in memory all at once."""
         yield from self.parts(table)
 
+    def iter_columns(self, table: str, names: Sequence[str] | None) -> Iterator[pa.Table]:
+        """The same with some columns only; None stands for all."""
+        for part in self.iter_parts(table):
+            yield part if names is None else part.select(names)
+
+    @cached_property
+    def request_figures(self) -> pd.DataFrame:
+        """Numbers of requests and how they ended, in no order: what is summed up, without texts and in little space."""
+        import pyarrow as pa
+
+        kinds = SCHEMAS["requests"]
+        names = [name for name, kind in kinds.items() if kind != "text" or name == "finish_reason"]
+        empty = arrow_schema({name: kinds[name] for name in names}).empty_table()
+        table = pa.concat_tables([empty, *self.iter_columns("requests", names)])
+        frame: pd.DataFrame = table.to_pandas(
+            categories=["finish_reason"], split_blocks=True, self_destruct=True
+        )
+        return frame
+
     def gap_parts(self) -> Iterator[Gaps]:
         """The pool of gaps between outputs of completed requests, part by part.
 
@@ -77,7 +100,7 @@ class Tables(ABC):
         }
         nothing = [np.zeros(0, dtype=np.int64)] * 3
         seen: dict[int, tuple[int, int]] = {}
-        for part in self.iter_parts("steps"):
+        for part in (piece for whole in self.iter_columns("steps", FOR_GAPS) for piece in in_pieces(whole)):
             ends, counts = regular_gaps(part)
             replica = replica_of(part)
             first, last, samples = taken_of.get(replica, nothing)
@@ -102,13 +125,13 @@ class Tables(ABC):
         """The different gaps in the pool in ns, in ascending order, and how often each stands there."""
         import numpy as np
 
-        parts = []
+        pool = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
         for part in self.gap_parts():
-            lengths, place = np.unique(part.length_ns, return_inverse=True)
-            parts.append((lengths, np.bincount(place, weights=part.samples, minlength=len(lengths))))
-        lengths, place = np.unique(np.concatenate([lengths for lengths, _ in parts]), return_inverse=True)
-        weights = np.concatenate([counts for _, counts in parts])
-        counts = np.bincount(place, weights=weights, minlength=len(lengths)).astype(np.int64)
+            pool.append(_joined([(part.length_ns, part.samples)]))
+            if sum(len(lengths) for lengths, _ in pool[1:]) > max(len(pool[0][0]), MANY_GAPS):
+                # Most parts have the same ones.
+                pool = [_joined(pool)]
+        lengths, counts = _joined(pool)
         return lengths[counts != 0], counts[counts != 0]
 
     def _gaps(self) -> pd.DataFrame:
@@ -157,6 +180,15 @@ class Tables(ABC):
     @cached_property
     def tokens(self) -> pd.DataFrame:
         return self.frame("tokens")
+
+
+def _joined(parts: Sequence[tuple[Int64s, Int64s]]) -> tuple[Int64s, Int64s]:
+    """The different numbers of all parts in ascending order, and the sums of what stands beside each."""
+    import numpy as np
+
+    numbers, place = np.unique(np.concatenate([n for n, _ in parts]), return_inverse=True)
+    sums = np.bincount(place, weights=np.concatenate([w for _, w in parts]), minlength=len(numbers))
+    return numbers, sums.astype(np.int64)
 
 
 def replica_of(part: pa.Table) -> int:

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from engines import engine_config, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,8 @@ from servetwin.sim.definitions import DEFINITIONS
 from servetwin.sim.events import EventLog, MemorySink
 from servetwin.sim.metrics import Distribution, distribution, summarize, timestamps
 from servetwin.sim.simulation import simulate
-from servetwin.sim.steptime.modelled import ModelledStepTimer
+from servetwin.sim.step_rows import in_pieces
+from servetwin.sim.steptime.modelled import LinearStepModel, ModelledStepTimer
 from servetwin.sim.token_source import TokenSource
 from servetwin.workloads import ListWorkload, RequestSpec
 
@@ -78,6 +80,35 @@ def test_pooled_gaps_are_those_of_the_tokens(requests: list[RequestSpec]) -> Non
     pool = distribution(DEFINITIONS["vllm-bench"].itl, timestamps(done), sink)
     written_out = np.repeat(pool.values, np.diff(pool.cumulative, prepend=0)).astype(int).tolist()
     assert written_out == sorted(gaps)
+
+
+def test_the_pool_is_the_same_however_many_gaps_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long parts are read in pieces, and gaps are joined when they have become many."""
+    specs = [spec(f"r{i}", 8, 40 + i, 7 * i) for i in range(6)]
+    whole = log_of_a_leaping_run(specs)
+    lengths, counts = whole.gap_lengths
+    assert counts.sum() == sum(40 + i - 1 for i in range(6)) and len(lengths) > 20
+    monkeypatch.setattr("servetwin.sim.step_rows.STEPS_AT_ONCE", 7)
+    monkeypatch.setattr("servetwin.sim.tables.MANY_GAPS", 5)
+    again = log_of_a_leaping_run(specs)
+    assert len([*in_pieces(again.parts("steps")[0])]) > 5
+    assert [a.tolist() for a in again.gap_lengths] == [lengths.tolist(), counts.tolist()]
+    assert len(again.itl) == len(whole.itl)
+
+
+def log_of_a_leaping_run(specs: list[RequestSpec]) -> MemorySink:
+    """With steps of many lengths."""
+    tokens, sink = TokenSource(50), MemorySink()
+    simulate(
+        RunConfig(engine=engine_config(max_model_len=200), executor="linear"),
+        ListWorkload(specs),
+        ModelledStepTimer(LinearStepModel(10**9, context_ns=1), tokens, "linear"),
+        EventLog(sink, log_blocks=False),
+        tokens=tokens,
+        plan_tokens=False,
+        log_blocks=False,
+    )
+    return sink
 
 
 @given(workloads())

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from servetwin.sim.columns import COMPLETED
-from servetwin.sim.tables import Tables, ns_array
+from servetwin.sim.event_figures import EventFigures
+from servetwin.sim.tables import ns_array
 from servetwin.sim.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -17,21 +18,27 @@ OFF = "replica_stopped"
 DOWN, UP = "replica_failed", "replica_recovered"
 
 
-def cluster_figures(log: Tables, busy_ns_of: Mapping[int, int]) -> dict[str, Any]:
-    """`{"cluster": {...}}` as JSON values; nothing for a run of one engine.
+def cluster_figures(
+    requests: pd.DataFrame, events: EventFigures, busy_ns_of: Mapping[int, int]
+) -> dict[str, Any]:
+    """`{"cluster": {...}}` as JSON values; nothing for a run of one engine. `requests`: `Tables.request_figures`.
 
     `replica_hours`: from the decision to start a replica, or the start of the run, to its being off, or the last event
     of the run; times the cards of a replica these are GPU-hours. A replica that has failed is there. `utilization` =
     busy time / the time that it is there; `imbalance` = the largest over the mean, of those that were ever there.
     """
-    events = log.events[log.events.request_id.isna() & (log.events.kind != "cache_reset")]
-    indices = sorted({*events.replica.astype(int), *busy_ns_of} - {-1})
-    if len(indices) < 2 and events.empty:
+    changes = events.of_replicas
+    indices = sorted({*changes.replica.astype(int), *busy_ns_of} - {-1})
+    if len(indices) < 2 and changes.empty:
         return {}
-    end_ns = _end_ns(log)
-    by_replica = {index: [*rows.itertuples()] for index, rows in events.groupby("replica")}
+    # Of the last thing that happened.
+    end_ns = max(events.last_ns, int(ns_array(requests.finish_s.dropna()).max(initial=0)))
+    changes_of = {index: [*rows.itertuples()] for index, rows in changes.groupby("replica")}
     each = [
-        _one(log, index, by_replica.get(index, []), busy_ns_of.get(index, 0), end_ns) for index in indices
+        {"replica": index, "admitted_requests": events.counts[index, "scheduled"]}
+        | _served(requests[requests.replica == index])
+        | _presence(changes_of.get(index, []), busy_ns_of.get(index, 0), end_ns)
+        for index in indices
     ]
     there_s = sum(one["there_s"] for one in each)
     return {
@@ -48,31 +55,28 @@ def cluster_figures(log: Tables, busy_ns_of: Mapping[int, int]) -> dict[str, Any
     }
 
 
-def _one(log: Tables, index: int, events: list[Any], busy_ns: int, end_ns: int) -> dict[str, Any]:
-    there_ns = _there_ns(events, end_ns)
-    requests: pd.DataFrame = log.requests[log.requests.replica == index]
-    mine = log.events[log.events.replica == index]
+def _served(requests: pd.DataFrame) -> dict[str, Any]:
+    """Of the requests of one replica."""
     done = requests[requests.finish_reason.isin(COMPLETED)]
     return {
-        "replica": index,
-        "admitted_requests": int((mine.kind == "scheduled").sum()),
         "completed": len(done),
         "refused": int((requests.finish_reason == "refused").sum()),
         "lost": int((requests.finish_reason == "lost").sum()),
         "input_tokens": int(done.num_prompt_tokens.sum()),
         "output_tokens": int(done.num_output_tokens.sum()),
         "cached_prompt_tokens": int(requests.cached_tokens.sum()),
-        "there_s": there_ns / NS_PER_S,
-        "failed_s": _failed_ns(events, end_ns) / NS_PER_S,
-        "busy_time_s": busy_ns / NS_PER_S,
-        "utilization": _ratio(busy_ns, there_ns),
     }
 
 
-def _end_ns(log: Tables) -> int:
-    """Of the last thing that happened."""
-    times = (ns_array(log.requests.finish_s.dropna()), ns_array(log.events.time_s))
-    return int(max(t.max(initial=0) for t in times))
+def _presence(changes: list[Any], busy_ns: int, end_ns: int) -> dict[str, Any]:
+    """Of one replica that came and went so."""
+    there_ns = _there_ns(changes, end_ns)
+    return {
+        "there_s": there_ns / NS_PER_S,
+        "failed_s": _failed_ns(changes, end_ns) / NS_PER_S,
+        "busy_time_s": busy_ns / NS_PER_S,
+        "utilization": _ratio(busy_ns, there_ns),
+    }
 
 
 def _there_ns(events: list[Any], end_ns: int) -> int:
