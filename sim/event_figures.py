@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from servetwin.sim.columns import REPLICA
+from servetwin.sim.columns import REPLICA, SCHEMAS
 from servetwin.sim.tables import Tables, ns_array, replica_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ class EventFigures:
 
 def event_figures(log: Tables) -> EventFigures:
     """Reads the events of a log, one part after the other."""
-    import pandas as pd
     import pyarrow.compute as pc
 
     counts: Counter[tuple[int, str]] = Counter()
@@ -46,7 +46,25 @@ def event_figures(log: Tables) -> EventFigures:
         nobody = pc.and_(pc.is_null(part["request_id"]), pc.not_equal(part["kind"], "cache_reset"))
         rows.setdefault(replica, []).append(part.filter(nobody).to_pandas())
         last_ns = max(last_ns, int(ns_array(part["time_s"].to_pandas()).max(initial=0)))
-    # Each replica writes when it has enough, so the order among them is nobody's.
+    return EventFigures(counts, _in_order(rows, NAMES), last_ns)
+
+
+def events_of_kinds(log: Tables, *kinds: str) -> pd.DataFrame:
+    """Those rows of the table of events."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    rows: dict[int, list[pd.DataFrame]] = {}
+    for part in log.iter_parts("events"):
+        found = part.filter(pc.is_in(part["kind"], pa.array(kinds)))
+        rows.setdefault(replica_of(part), []).append(found.to_pandas())
+    return _in_order(rows, [*SCHEMAS["events"]])
+
+
+def _in_order(rows: Mapping[int, Sequence[pd.DataFrame]], names: Sequence[str]) -> pd.DataFrame:
+    """By time; each replica writes when it has enough, so the order among them is nobody's."""
+    import pandas as pd
+
     parts = [frame for replica in sorted(rows) for frame in rows[replica]]
-    events = pd.concat(parts) if parts else pd.DataFrame(columns=[*NAMES])
-    return EventFigures(counts, events.sort_values("time_s", kind="stable", ignore_index=True), last_ns)
+    events = pd.concat(parts) if parts else pd.DataFrame(columns=[*names])
+    return events.sort_values("time_s", kind="stable", ignore_index=True)

@@ -117,7 +117,8 @@ def summarize(
     """
     chosen = definitions(metric_defs)
     steps, requests, events = step_figures(log), log.request_figures, event_figures(log)
-    done = requests[requests.finish_reason.isin(COMPLETED)]
+    completed = requests.finish_reason.isin(COMPLETED)
+    done = requests if completed.all() else requests[completed]
     times = timestamps(done)
     latencies = {
         "ttft": distribution(chosen.ttft, times, log),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -30,6 +30,7 @@ from servetwin.sim.commands.vllm_merge import with_vllm_args
 from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
+from servetwin.sim.event_figures import events_of_kinds
 from servetwin.sim.events import EventLog, MemorySink, Sink
 from servetwin.sim.kv_bytes import kv_bytes
 from servetwin.sim.leaping_process import OnProgress
@@ -46,6 +47,9 @@ from servetwin.workloads import ClosedLoop, ListWorkload, RequestSpec, values_of
 from servetwin.workloads.columns import known_prompts
 from servetwin.workloads.spec import MAX_TIME_S
 from servetwin.workloads.traces.jsonl import to_jsonl
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 UNITS = {"time_unit": "times in", "block_size": "tokens per prefix id:"}
 """What was found out about a trace and decides how it is read."""
@@ -458,17 +462,15 @@ def run_config(request: RunRequest, engine: Engine) -> RunConfig:
     )
 
 
-def _say_refusals(log: Tables) -> None:
+def _say_refusals(refused: pd.DataFrame, num_requests: int) -> None:
     """Refused requests are in no latency: say how many there were, and why the first was."""
-    refused = log.events[log.events.kind == "refused"]
     if len(refused):
         first = refused.iloc[0]
-        say(f"refused: {len(refused)} of {len(log.requests)} requests; {first.request_id}: {first.reason}")
+        say(f"refused: {len(refused)} of {num_requests} requests; {first.request_id}: {first.reason}")
 
 
-def _say_cache_resets(log: Tables, asked_s: Sequence[float]) -> None:
+def _say_cache_resets(resets: pd.DataFrame, asked_s: Sequence[float]) -> None:
     """What became of every reset of the prefix cache that was asked for."""
-    resets = log.events[log.events.kind == "cache_reset"]
     several = resets.replica.nunique() > 1
     for reset in resets.itertuples():
         where = f" at replica {reset.replica}" if several else ""
@@ -540,8 +542,9 @@ class _Recorder:
         self.summary = summarize(log, self._metric_defs)
         if self._notes:
             self.summary["servetwin"]["notes"] = list(self._notes)
-        _say_refusals(log)
-        _say_cache_resets(log, self._cache_resets_s)
+        rare = events_of_kinds(log, "refused", "cache_reset")
+        _say_refusals(rare[rare.kind == "refused"], sum(self.summary["servetwin"]["requests"].values()))
+        _say_cache_resets(rare[rare.kind == "cache_reset"], self._cache_resets_s)
         if self.writer is None:
             return
         self.writer.write_summary(self.summary)
