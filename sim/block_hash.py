@@ -168,6 +168,14 @@ class BlockHashes:
             self._parent = blake2b(parent + content, digest_size=_DIGEST_BYTES).digest()
             hashes.append(self._parent)
 
+    def prepare_prompt(self) -> None:
+        """Makes those of the prompt's full blocks, up to the first private one, which may be what follows them."""
+        size, in_prompt = self.block_size, self._prompt.num_tokens
+        self.prepare(in_prompt // size)
+        rest = len(self._hashes) * size
+        if not self.private and rest < in_prompt:
+            self.private = self._prompt.content(rest, in_prompt) is None
+
     def upto(self, num_blocks: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks, all of which must be full of known tokens."""
         hashes = self._hashes

@@ -214,7 +214,7 @@ class Request:
         """Makes the hashes of the prompt's full blocks, as far as anybody else can have the same content."""
         hashes = self._hashes
         hashes.prepare_runs(known)
-        hashes.prepare(self.num_prompt_tokens // self._block_size)
+        hashes.prepare_prompt()
         if hashes.private:
             self.first_private = len(hashes.known)
 

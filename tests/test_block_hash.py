@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from servetwin.sim import block_hash
@@ -36,6 +38,17 @@ def test_named_runs_are_hashed_once(run_tokens: int, block_size: int) -> None:
             remembered.prepare_runs(known)
             remembered.prepare(100)
             assert (remembered.known, remembered.private) == (fresh.known, fresh.private)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "block_size"), [(5, 16), (16, 16), (37, 16), (32, 16)])
+def test_what_follows_a_prompt_of_nobody_else_is_private(prompt_tokens: int, block_size: int) -> None:
+    """Known on arrival, also where no block of it is full; a prompt of given tokens goes on with what is sampled."""
+    own = RequestSpec(request_id="r", arrival_s=0, prompt_tokens=prompt_tokens, output_tokens=1)
+    given = replace(own, prompt_token_ids=tuple(range(prompt_tokens)))
+    for spec, private in ((own, True), (given, False)):
+        found = BlockHashes("r", TokenSource(1000).prompt(spec), [], block_size)
+        found.prepare_prompt()
+        assert (found.private, len(found.known)) == (private, 0 if private else prompt_tokens // block_size)
 
 
 def test_runs_of_other_lengths_are_other_runs() -> None:
