@@ -49,14 +49,13 @@ def event_figures(log: Tables) -> EventFigures:
     return EventFigures(counts, _in_order(rows, NAMES), last_ns)
 
 
-def events_of_kinds(log: Tables, *kinds: str) -> pd.DataFrame:
+def events_of_kind(log: Tables, kind: str) -> pd.DataFrame:
     """Those rows of the table of events."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     rows: dict[int, list[pd.DataFrame]] = {}
     for part in log.iter_parts("events"):
-        found = part.filter(pc.is_in(part["kind"], pa.array(kinds)))
+        found = part.filter(pc.equal(part["kind"], kind))
         rows.setdefault(replica_of(part), []).append(found.to_pandas())
     return _in_order(rows, [*SCHEMAS["events"]])
 

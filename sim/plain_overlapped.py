@@ -111,10 +111,10 @@ class OverlappedPlainSteps(PlainWay):
         return total
 
     def settle(self) -> None:
-        """What has begun is over, but for the step in flight."""
+        """What has begun is over, but for the step in flight. `run` is not asked for more."""
         if self._held is None:
             return
-        (landed, begun, leaving), self._held = self._held, None
+        landed, begun, leaving = self._held
         if landed is not None:
             self._land(landed, begun.num_steps, leaving, begun.next_ns)
         else:

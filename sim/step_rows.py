@@ -243,6 +243,7 @@ def expanded(part: pa.Table, names: Sequence[str] | None = None) -> pa.Table:
 
 
 STEPS_AT_ONCE = 200_000
+"""Of a piece, or those of one row."""
 
 
 def in_pieces(part: pa.Table) -> Iterator[pa.Table]:

@@ -30,7 +30,7 @@ from servetwin.sim.commands.vllm_merge import with_vllm_args
 from servetwin.sim.config import EngineConfig, RunConfig
 from servetwin.sim.contract import SamplingParams, StepResult, to_json
 from servetwin.sim.definitions import definitions
-from servetwin.sim.event_figures import events_of_kinds
+from servetwin.sim.event_figures import events_of_kind
 from servetwin.sim.events import EventLog, MemorySink, Sink
 from servetwin.sim.kv_bytes import kv_bytes
 from servetwin.sim.leaping_process import OnProgress
@@ -464,9 +464,8 @@ def run_config(request: RunRequest, engine: Engine) -> RunConfig:
 
 def _say_refusals(refused: pd.DataFrame, num_requests: int) -> None:
     """Refused requests are in no latency: say how many there were, and why the first was."""
-    if len(refused):
-        first = refused.iloc[0]
-        say(f"refused: {len(refused)} of {num_requests} requests; {first.request_id}: {first.reason}")
+    first = refused.iloc[0]
+    say(f"refused: {len(refused)} of {num_requests} requests; {first.request_id}: {first.reason}")
 
 
 def _say_cache_resets(resets: pd.DataFrame, asked_s: Sequence[float]) -> None:
@@ -542,9 +541,11 @@ class _Recorder:
         self.summary = summarize(log, self._metric_defs)
         if self._notes:
             self.summary["servetwin"]["notes"] = list(self._notes)
-        rare = events_of_kinds(log, "refused", "cache_reset")
-        _say_refusals(rare[rare.kind == "refused"], sum(self.summary["servetwin"]["requests"].values()))
-        _say_cache_resets(rare[rare.kind == "cache_reset"], self._cache_resets_s)
+        ended = self.summary["servetwin"]["requests"]
+        if ended.get("refused"):
+            _say_refusals(events_of_kind(log, "refused"), sum(ended.values()))
+        if self._cache_resets_s:
+            _say_cache_resets(events_of_kind(log, "cache_reset"), self._cache_resets_s)
         if self.writer is None:
             return
         self.writer.write_summary(self.summary)
